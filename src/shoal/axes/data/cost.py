@@ -46,6 +46,13 @@ def step_transfers(
     yield Transfer("optimizer", "dp", "all_reduce", *scalar)
 
 
+def evaluation_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+    """Transfers of one evaluation on one rank: the sum of losses, then the count of valid tokens."""
+    if ranks > 1:
+        sent, received = traffic("all_reduce", 1, SCALAR, ranks, rank)
+        yield Transfer("evaluate", "dp", "all_reduce", 2 * sent, 2 * received, calls=2)
+
+
 def state_bytes(parameters: int, dtype: str) -> dict[str, int]:
     """Bytes a rank holds between steps, by category, for AdamW (spec MEM-1): the same on every rank, whatever N.
 

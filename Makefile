@@ -1,0 +1,27 @@
+# Each target does its own set-up: `make demo` and `make test` work in a fresh clone with nothing but Python and pip.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shoal needs Python 3.11 or newer; PYTHON=/path/to/python3.11 make ... chooses one")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,check]'
+	@touch $@
+
+demo: setup
+	$(BIN)/shoal train benchmarks/demo.toml --out runs/demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build src/*.egg-info

@@ -1,0 +1,102 @@
+"""Command line to Job: every field of a job is an option, on top of a TOML file, on top of presets."""
+
+import argparse
+import difflib
+import json
+import sys
+from typing import Any, NoReturn
+
+from shoal.spec.build import fields_of, job_from_tree
+from shoal.spec.errors import RequestError
+from shoal.spec.job import Job
+from shoal.spec.layout import layout_tree
+from shoal.spec.toml import read_toml
+
+# What people type most, without the section's name.
+SHORT = {"out": "train.out", "steps": "train.steps", "dtype": "train.dtype", "seed": "train.seed"}
+WHOLE = {
+    "layout": ("KEY=N,...", "the layout in short: dp=2,tp=2,sp,zero=1"),
+    "model": ("PRESET", "a model preset, the same as --model.preset"),
+    "machine": ("NAME", "a machine preset, the same as --machine.name"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line that names a nearby option, raised as RequestError."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+        if "unrecognized" not in message:
+            raise RequestError(self.prog, f"{message} (see {self.prog} --help)")
+        known = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown, known, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        raise RequestError(unknown, f"{unknown} is not an option of {self.prog}; {hint}")
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Adds JOB.toml, the shorthands and one option per field of Job."""
+    parser.add_argument("job", nargs="?", metavar="JOB.toml", help="a job file; options override it")
+    for name, (shape, words) in WHOLE.items():
+        parser.add_argument(f"--{name}", dest=name, metavar=shape, help=words)
+    for short, name in SHORT.items():
+        parser.add_argument(f"--{short}", dest=short, metavar=short.upper(), help=f"the same as --{name}")
+    sections: dict[str, Any] = {}
+    for field in fields_of(Job):
+        section = field.name.split(".")[0]
+        group = sections.setdefault(section, parser.add_argument_group(section))
+        flag = {"nargs": "?", "const": "true"} if field.type == "bool" else {}
+        default = f" (default: {field.default})" if field.default not in ("", None) else ""
+        choices = f" [{', '.join(field.choices)}]" if field.choices else ""
+        group.add_argument(
+            f"--{field.name}",
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            metavar=field.type.upper(),
+            help=f"{field.help}{choices}{default}".replace("%", "%%"),
+            **flag,
+        )
+    parser.add_argument("--dump-config", action="store_true", help="print the whole job as TOML and do nothing")
+
+
+def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
+    """The Job that a parsed command line asks for: `base`, then the job file, then shorthands, then single fields.
+
+    Raises RequestError for whatever cannot be: unknown fields, wrong values, a missing file.
+    """
+    given = vars(arguments)
+    tree: dict[str, Any] = {section: dict(fields) for section, fields in (base or {}).items()}
+    if given.get("job"):
+        for section, fields in read_toml(given["job"]).items():
+            _put_section(tree, section, fields)
+    if given.get("layout"):
+        tree["layout"] = layout_tree(given["layout"])
+    if given.get("model"):
+        tree["model"] = {"preset": given["model"]}
+    if given.get("machine"):
+        tree["machine"] = {"name": given["machine"]}
+    for name, value in given.items():
+        field = SHORT.get(name, name)
+        if value is not None and "." in field:
+            *path, last = field.split(".")
+            place = tree
+            for part in path:
+                place = place.setdefault(part, {})
+            place[last] = value
+    return job_from_tree(tree)
+
+
+def _put_section(tree: dict[str, Any], section: str, fields: Any) -> None:
+    """A job file's section on top of the base: a preset or a layout written out replaces the base's."""
+    if section == "layout":
+        tree[section] = layout_tree(fields) if isinstance(fields, str) else dict(fields)
+    elif isinstance(fields, dict) and "preset" not in fields:
+        tree[section] = {**tree.get(section, {}), **fields}
+    else:
+        tree[section] = fields
+
+
+def print_json(document: dict) -> None:
+    """One JSON document on standard output."""
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")

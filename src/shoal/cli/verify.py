@@ -1,0 +1,63 @@
+"""`shoal verify`: one table of errors and transfers, exit code 0 when all is as planned, 1 when it is not."""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.cli.options import add_job_options, print_json, read_job
+from shoal.plan.runnable import refuse_unbuilt
+from shoal.spec.errors import RequestError
+from shoal.spec.toml import job_toml
+
+STEPS = 3
+BASE = {"model": {"preset": "tiny"}}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    steps = _steps(arguments)
+    arguments.steps = None  # here: how many steps to compare, not the job's length
+    job = read_job(arguments, BASE)
+    refuse_unbuilt(job.layout)
+    if arguments.dump_config:
+        print(job_toml(job), end="")
+        return 0
+    from shoal.verify.verify import small_job, verify  # torch comes with it; what was wrong above answers at once
+
+    verdict = verify(small_job(job), steps)
+    show(verdict, Console(file=sys.stderr if arguments.json else sys.stdout))
+    if arguments.json:
+        print_json(verdict.as_dict())
+    return 0 if verdict.ok else 1
+
+
+def show(verdict, console: Console) -> None:
+    """The verdict as one table and a closing line."""
+    table = Table(title=f"layout {verdict.layout or 'of one process'}, {verdict.layout.world} ranks against one process")
+    for column, align in (("what", "left"), ("planned", "right"), ("measured", "right"), ("", "left")):
+        table.add_column(column, justify=align)
+    for kind, error in verdict.errors.items():
+        table.add_row(f"{kind}: largest relative error", "0", f"{error.value:.1e}", "")
+    for row in verdict.rows:
+        table.add_row(
+            f"{row.phase} {row.op} over {row.axis}",
+            f"{sum(row.predicted_sent):,} B in {sum(row.predicted_calls):,} calls",
+            f"{sum(row.measured_sent):,} B in {sum(row.measured_calls):,} calls",
+            "equal" if row.ok else "DIFFERS",
+        )
+    console.print(table)
+    for failure in verdict.failures:
+        console.print(f"differs: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print("ok: the same numbers, the planned bytes" if verdict.ok else "NOT ok", style="bold")
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    text = arguments.steps or str(STEPS)
+    if not text.isdigit() or not int(text):
+        raise RequestError("steps", f"--steps {text} is not a number of steps to compare; {STEPS} would do")
+    return int(text)

@@ -1,0 +1,89 @@
+"""Holds measured transfers against predicted ones: equal per rank, byte for byte and call for call, or named. No torch."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shoal.transfer import Transfer
+
+Key = tuple[str, str, str]  # phase, axis, op
+
+
+@dataclass(frozen=True)
+class Row:
+    """One phase, axis and primitive. Bytes and calls are lists by rank; the totals over the ranks go into tables."""
+
+    phase: str
+    axis: str
+    op: str
+    predicted_sent: list[int]
+    measured_sent: list[int]
+    predicted_received: list[int]
+    measured_received: list[int]
+    predicted_calls: list[int]
+    measured_calls: list[int]
+
+    @property
+    def ok(self) -> bool:
+        return (self.predicted_sent, self.predicted_received, self.predicted_calls) == (
+            self.measured_sent,
+            self.measured_received,
+            self.measured_calls,
+        )
+
+    def as_dict(self) -> dict:
+        """For JSON: `predicted_bytes`, `measured_bytes` and calls are sums over the ranks of what they sent; lists go by rank."""
+        return {
+            "phase": self.phase,
+            "axis": self.axis,
+            "op": self.op,
+            "predicted_bytes": sum(self.predicted_sent),
+            "measured_bytes": sum(self.measured_sent),
+            "predicted_calls": sum(self.predicted_calls),
+            "measured_calls": sum(self.measured_calls),
+            "ok": self.ok,
+            "by_rank": {
+                "predicted_sent": self.predicted_sent,
+                "measured_sent": self.measured_sent,
+                "predicted_received": self.predicted_received,
+                "measured_received": self.measured_received,
+            },
+        }
+
+    def difference(self) -> str:
+        """One line: what differs, on which rank."""
+        columns = {
+            "bytes sent": (self.predicted_sent, self.measured_sent),
+            "bytes received": (self.predicted_received, self.measured_received),
+            "calls": (self.predicted_calls, self.measured_calls),
+        }
+        for what, (predicted, measured) in columns.items():
+            for rank, (planned, seen) in enumerate(zip(predicted, measured, strict=True)):
+                if planned != seen:
+                    return f"{self.phase} {self.op} over {self.axis}: rank {rank} planned {planned:,} {what}, measured {seen:,}"
+        return ""
+
+
+def audit(predicted: Sequence[Iterable[Transfer]], measured: Sequence[Iterable[Transfer]]) -> list[Row]:
+    """One Row per phase, axis and primitive that either side knows; both sides hold one iterable per rank."""
+    planned, seen = _by_key(predicted), _by_key(measured)
+    rows = []
+    for key in sorted(planned.keys() | seen.keys()):
+        sides = []
+        for side in (planned, seen):
+            cells = side.get(key, [(0, 0, 0)] * len(predicted))
+            sides.append([list(column) for column in zip(*cells, strict=True)])
+        (sent, received, calls), (sent_seen, received_seen, calls_seen) = sides
+        rows.append(Row(*key, sent, sent_seen, received, received_seen, calls, calls_seen))
+    return rows
+
+
+def _by_key(transfers: Sequence[Iterable[Transfer]]) -> dict[Key, list[tuple[int, int, int]]]:
+    """Per key, for each rank: (sent, received, calls)."""
+    table: dict[Key, list[tuple[int, int, int]]] = defaultdict(lambda: [(0, 0, 0)] * len(transfers))
+    for rank, of_rank in enumerate(transfers):
+        for transfer in of_rank:
+            cells = table[transfer.phase, transfer.axis, transfer.op]
+            sent, received, calls = cells[rank]
+            cells[rank] = (sent + transfer.sent, received + transfer.received, calls + transfer.calls)
+    return dict(table)

@@ -1,0 +1,70 @@
+"""Compares what a layout computed with what one process computed: losses, gradients, weights, norms. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank saw of a trial. gradients: per step, per parameter, whole and summed over all tokens."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[Mapping[str, np.ndarray]]
+    weights: Mapping[str, np.ndarray]
+    transfers: list
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest relative difference of one kind and where it is."""
+
+    value: float
+    where: str
+
+
+def relative(found: np.ndarray | float, truth: np.ndarray | float) -> float:
+    """|found - truth| / |truth| in the L2 norm; |found| where the truth is zero; infinite for NaN and for other shapes."""
+    found, truth = np.asarray(found, dtype=np.float64), np.asarray(truth, dtype=np.float64)
+    if found.shape != truth.shape:
+        return float("inf")
+    size = float(np.linalg.norm(truth))
+    error = float(np.linalg.norm(found - truth)) / (size or 1.0)
+    return error if np.isfinite(error) else float("inf")
+
+
+def compare(found: Record, truth: Record) -> dict[str, Error]:
+    """The worst relative error of each kind: "loss", "grad", "weights", "grad_norm"."""
+    return {
+        "loss": _worst(_by_step("loss", found.losses, truth.losses)),
+        "grad": _worst(
+            (relative(step.get(name, np.nan), gradient), f"gradient of {name} at step {number}")
+            for number, (step, of_truth) in enumerate(zip(found.gradients, truth.gradients, strict=True))
+            for name, gradient in of_truth.items()
+        ),
+        "weights": _worst(
+            (relative(found.weights.get(name, np.nan), weight), f"{name} after {len(truth.losses)} steps")
+            for name, weight in truth.weights.items()
+        ),
+        "grad_norm": _worst(_by_step("gradient norm", found.grad_norms, truth.grad_norms)),
+    }
+
+
+def differing_replicas(records: Sequence[Record]) -> str | None:
+    """The first parameter whose weights are not bit-equal on all ranks, as a line; None when the replicas agree."""
+    for name, weight in records[0].weights.items():
+        for rank, record in enumerate(records):
+            if record.weights[name].tobytes() != weight.tobytes():
+                return f"{name} differs between rank 0 and rank {rank}, which should hold the same bits"
+    return None
+
+
+def _by_step(what: str, found: Sequence[float], truth: Sequence[float]) -> Iterator[tuple[float, str]]:
+    for step, (value, wanted) in enumerate(zip(found, truth, strict=True)):
+        yield relative(value, wanted), f"{what} at step {step}"
+
+
+def _worst(errors: Iterator[tuple[float, str]]) -> Error:
+    return Error(*max(errors, key=lambda error: error[0]))

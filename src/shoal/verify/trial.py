@@ -1,0 +1,54 @@
+"""A trial: a few training steps of a job on made-up tokens, with everything recorded that a layout must not change."""
+
+import numpy as np
+
+from shoal.comm.ledger import Ledger
+from shoal.comm.world import World
+from shoal.mesh import Mesh
+from shoal.spec.job import Job
+from shoal.train.data.batches import MicroBatch, share
+from shoal.train.trainer import Trainer
+from shoal.verify.compare import Record
+
+
+class MadeUpBatches:
+    """Random tokens, a function of (seed, step, global sample); targets invalid at random, so ranks count unevenly."""
+
+    def __init__(self, job: Job, dp_rank: int):
+        self.job, self.dp_rank = job, dp_rank
+
+    def batch(self, step: int) -> list[MicroBatch]:
+        job = self.job
+        random = np.random.default_rng((job.train.seed, step))
+        text = random.integers(0, job.model.vocab, (job.train.batch, job.data.sequence + 1))
+        tokens, targets = text[:, :-1], text[:, 1:].copy()
+        kept = random.uniform(0.2, 1.0, (job.train.batch, 1))  # each sample keeps another part of its targets
+        targets[random.uniform(size=targets.shape) > kept] = -100
+        samples = step * job.train.batch + np.arange(job.train.batch)
+        return [
+            MicroBatch(tokens[part], targets[part], samples[part])
+            for part in share(job.train.batch, job.layout.micro_batches, job.layout.dp, self.dp_rank)
+        ]
+
+
+def trial(rank: int, world: int, job: Job, steps: int) -> Record:
+    """Runs `steps` steps of the job as `rank` of an initialised group of `world`; called on every rank."""
+    mesh = Mesh.of(job.layout)
+    here = World(mesh, rank, Ledger()) if world > 1 else World.single()
+    trainer = Trainer(job, here, MadeUpBatches(job, mesh.coordinates(rank)["dp"]))
+    gradients: list[dict[str, np.ndarray]] = []
+    results = [
+        trainer.step(
+            step, inspect=lambda storage: gradients.append({name: _numpy(g) for name, g in storage.gradients()})
+        )
+        for step in range(steps)
+    ]
+    weights = {name: _numpy(parameter) for name, parameter in trainer.model.named_parameters()}
+    transfers = here.ledger.transfers()
+    here.close()
+    return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights, transfers)
+
+
+def _numpy(tensor) -> np.ndarray:
+    exact = tensor.detach().float() if tensor.element_size() < 4 else tensor.detach()
+    return exact.cpu().numpy().copy()

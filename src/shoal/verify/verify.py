@@ -1,0 +1,99 @@
+"""`shoal verify`: does a layout compute what one process computes, and does it send what the plan says?"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shoal.launch.pool import Pool
+from shoal.plan.traffic import step_transfers, times
+from shoal.spec.job import DataSpec, Job
+from shoal.spec.layout import Layout
+from shoal.spec.model import ModelSpec
+from shoal.verify.audit import Row, audit
+from shoal.verify.compare import Error, compare, differing_replicas
+from shoal.verify.trial import trial
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}  # design, idea 4; bfloat16 keeps 8 bits
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well."""
+
+    layout: Layout
+    errors: dict[str, Error]
+    rows: list[Row]
+    failures: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def as_dict(self) -> dict:
+        """The document of `shoal verify --json`."""
+        return {
+            "ok": self.ok,
+            "layout": str(self.layout),
+            "world": self.layout.world,
+            "max_rel_err": {
+                kind: error.value if math.isfinite(error.value) else None for kind, error in self.errors.items()
+            },
+            "worst": {kind: error.where for kind, error in self.errors.items()},
+            "transfers": [row.as_dict() for row in self.rows],
+            "failures": self.failures,
+        }
+
+
+def small_job(job: Job) -> Job:
+    """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64."""
+    layout = job.layout
+    data = DataSpec(sequence=min(job.data.sequence, 16))
+    train = replace(job.train, batch=2 * layout.dp * layout.micro_batches, dtype="float64", bucket_mb=0.05, warmup=0)
+    return Job(shrink(job.model), layout, job.machine, data, train)
+
+
+def shrink(model: ModelSpec) -> ModelSpec:
+    """A small model of the same kind: two blocks, heads of 8, everything that changes the mathematics kept."""
+    kv_heads = math.gcd(model.heads, model.kv_heads) if model.kv_heads < model.heads else 4
+    heads = 4 if model.heads == model.kv_heads else 4 * max(1, min(2, model.heads // model.kv_heads))
+    kv_heads = 4 if model.heads == model.kv_heads else min(4, kv_heads)
+    return replace(
+        model,
+        name=f"small {model.name}",
+        layers=min(model.layers, 2),
+        hidden=heads * 8,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=8,
+        ffn=48,
+        vocab=min(model.vocab, 131),
+        positions_max=64,
+        window=min(model.window, 8) if model.window else None,
+    )
+
+
+def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable = trial) -> Verdict:
+    """Runs the job's layout and one process for `steps` steps on the same tokens and compares everything.
+
+    pool: warm workers to use, else fresh ones are started. run: what each rank does, for tests that break it.
+    """
+    layout = job.layout
+    alone = replace(job, layout=Layout())
+    if pool is None:
+        with Pool(layout.world) as fresh:
+            return verify(job, steps, pool=fresh, run=run)
+    (truth,) = pool.run(trial, 1, alone, steps)
+    records = pool.run(run, layout.world, job, steps)
+    errors = compare(records[0], truth)
+    predicted = [times(step_transfers(job, rank), steps) for rank in range(layout.world)]
+    rows = audit(predicted, [record.transfers for record in records])
+    limit = TOLERANCE[job.train.dtype]
+    failures = [
+        f"{kind}: {error.where} is off by {error.value:.1e} (relative L2; {limit:.0e} is allowed)"
+        for kind, error in errors.items()
+        if not error.value <= limit
+    ]
+    failures += [row.difference() for row in rows if not row.ok]
+    if strayed := differing_replicas(records):
+        failures.append(strayed)
+    return Verdict(layout, errors, rows, failures)
