@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from shoal.launch.worker import LOST_PEER
 from shoal.spec.errors import RequestError
 
 
@@ -106,4 +107,4 @@ def _message(failure: Any) -> str:
 
 def _lost_its_peer(said: str) -> bool:
     last = said.splitlines()[-1] if said else ""
-    return any(words in last for words in ("onnection closed by peer", "onnection reset by peer", "DistBackendError"))
+    return any(words in last for words in LOST_PEER)

@@ -54,8 +54,7 @@ def connected(job: Job, place: Place | None) -> Iterator[World]:
         device_id=device if device.type == "cuda" else None,
     )
     world = World(Mesh.of(job.layout), place.rank, Ledger(), device=device)
-    try:
-        yield world
-    finally:
-        world.close()
-        dist.destroy_process_group()
+    yield world
+    # Only after success: a rank that fails must not wait here for peers that wait for it.
+    world.close()
+    dist.destroy_process_group()

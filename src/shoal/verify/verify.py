@@ -53,18 +53,18 @@ def small_job(job: Job) -> Job:
 
 
 def shrink(model: ModelSpec) -> ModelSpec:
-    """A small model of the same kind: two blocks, heads of 8, everything that changes the mathematics kept."""
-    kv_heads = math.gcd(model.heads, model.kv_heads) if model.kv_heads < model.heads else 4
-    heads = 4 if model.heads == model.kv_heads else 4 * max(1, min(2, model.heads // model.kv_heads))
-    kv_heads = 4 if model.heads == model.kv_heads else min(4, kv_heads)
+    """A small model of the same kind: two blocks of four heads, everything that changes the mathematics kept."""
+    heads, size = 4, 8
+    shared = model.heads // model.kv_heads  # query heads to one KV head
+    of_its_own = model.head_size * model.heads != model.hidden
     return replace(
         model,
         name=f"small {model.name}",
         layers=min(model.layers, 2),
-        hidden=heads * 8,
+        hidden=heads * size,
         heads=heads,
-        kv_heads=kv_heads,
-        head_size=8,
+        kv_heads=1 if model.kv_heads == 1 else heads // min(shared, 2),
+        head_size=2 * size if of_its_own else size,
         ffn=48,
         vocab=min(model.vocab, 131),
         positions_max=64,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.axes.flat import Bucket, FlatStorage
 from shoal.comm.collectives import Handle, all_reduce
@@ -23,7 +23,7 @@ class GradientSync:
     def __init__(self, storage: FlatStorage, group: Group):
         self.storage, self.group = storage, group
         self.missing: list[int] = []  # per bucket: parameters whose gradient is still to come; empty when not armed
-        self.in_flight: list[Handle | Tensor] = []
+        self.in_flight: list[Handle] = []
         if group.size > 1:
             for place, bucket in enumerate(storage.buckets):
                 for slot in bucket.slots:
@@ -42,8 +42,7 @@ class GradientSync:
             for bucket in self.storage.buckets[len(self.in_flight) :]:
                 self._launch(bucket)
             for handle in self.in_flight:
-                if isinstance(handle, Handle):
-                    handle.wait()
+                handle.wait()
         finally:
             self.missing = []
 

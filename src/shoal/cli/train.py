@@ -1,0 +1,110 @@
+"""`shoal train`: checks the request, prepares the data, starts or joins the ranks, and tells how it ended."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.cli.options import add_job_options, print_json, read_job
+from shoal.launch.cluster import Place, find_place
+from shoal.plan.runnable import refuse_unbuilt
+from shoal.spec.errors import RequestError
+from shoal.spec.job import Job
+from shoal.spec.toml import job_toml
+from shoal.verify.audit import audit
+
+BASE = {"model": {"preset": "demo"}}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    job = read_job(arguments, BASE)
+    refuse_unbuilt(job.layout)
+    job.check()
+    if arguments.dump_config:
+        print(job_toml(job), end="")
+        return 0
+    place = find_place(os.environ, job.machine.port)
+    if place is not None:
+        return _end(train_rank(job, place, arguments.json), place.rank, arguments.json)
+    _check_folder(Path(job.train.out))
+    from shoal.train.data.corpus import prepare
+
+    prepare(job, show_progress=True)  # here, so that what is wrong with the data is said before any rank starts
+    from shoal.launch.local import RankDied, Stopped, run_local
+
+    try:
+        if job.layout.world == 1:
+            summary = train_rank(job, None, arguments.json)
+        else:
+            summary = run_local(_train_local_rank, job.layout.world, job, arguments.json, port=job.machine.port)[0]
+    except Stopped as stopped:
+        print(f"shoal: {stopped}; the steps done are in {job.train.out}/metrics.jsonl", file=sys.stderr)
+        return 128 + stopped.number
+    except RankDied as died:
+        print(f"shoal: {died}", file=sys.stderr)
+        return 1
+    return _end(summary, 0, arguments.json)
+
+
+def _train_local_rank(job: Job, as_json: bool):
+    """What each process of run_local calls."""
+    return train_rank(job, find_place(os.environ), as_json)
+
+
+def train_rank(job: Job, place: Place | None, as_json: bool):
+    """Trains as one rank; the Summary of this rank."""
+    from shoal.launch.process import connected
+    from shoal.train.data.corpus import prepare
+    from shoal.train.loop import run as train
+
+    tokens = prepare(job, show_progress=place is None or place.local_rank == 0)
+    with connected(job, place) as world:
+        return train(job, world, tokens, sys.stderr if as_json else sys.stdout)
+
+
+def _end(summary, rank: int, as_json: bool) -> int:
+    if rank != 0:
+        return 0
+    rows = audit([summary.predicted], [summary.measured])
+    console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
+    if rows:
+        table = Table(title="transfers of rank 0 over the whole run, bytes sent")
+        for column, align in (("phase", "left"), ("axis", "left"), ("primitive", "left"), ("calls", "right"),
+                              ("planned", "right"), ("measured", "right"), ("", "left")):
+            table.add_column(column, justify=align)
+        for row in rows:
+            table.add_row(row.phase, row.axis, row.op, f"{sum(row.measured_calls):,}", f"{sum(row.predicted_sent):,}",
+                          f"{sum(row.measured_sent):,}", "equal" if row.ok else "DIFFERS")
+        console.print(table)
+    if summary.text:
+        console.print("a sample of what it writes:", style="bold")
+        console.print(summary.text, markup=False)
+    console.print(
+        f"loss {summary.first_loss:.3f} -> {summary.loss:.3f} in {summary.steps} steps and {summary.seconds:.0f} s; "
+        f"held out {summary.eval_loss:.3f}; {summary.out}/ holds job.toml, metrics.jsonl, model.safetensors",
+        soft_wrap=True,
+    )
+    wrong = [row.difference() for row in rows if not row.ok]
+    for line in wrong:
+        console.print(f"differs: {line}", style="red", soft_wrap=True)
+    if as_json:
+        print_json({"ok": not wrong, **summary.as_dict(), "transfers": [row.as_dict() for row in rows]})
+    return 1 if wrong else 0
+
+
+def _check_folder(out: Path) -> None:
+    """Raises RequestError when the output folder cannot be made or written; leaves nothing behind that was not there."""
+    existing = out
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise RequestError(
+            "train.out", f"train.out = {out} cannot be written ({existing} does not allow it); a folder of yours, such as runs/first, would do"
+        )

@@ -1,0 +1,96 @@
+"""A rank's view of the run: its groups along the mesh's axes, with a process group where there are others in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.ledger import Ledger
+from shoal.mesh import Mesh
+from shoal.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some axes, as collectives want them. A group of one is silent: no messages, no ledger rows.
+
+    ranks: numbers in the world, ascending; index: this rank's place among them (roots and peers are such places too).
+    process_group: torch's, None in a group of one.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    ledger: Ledger
+    device: torch.device
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class World:
+    """This rank among all of a mesh's, once torch.distributed is initialised with mesh.world processes.
+
+    device: where this rank's tensors live. timeout: seconds after which a waiting collective gives up; None keeps that
+    of torch.distributed's own initialisation.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        ledger: Ledger,
+        device: torch.device | str = "cpu",
+        timeout: float | None = None,
+    ):
+        assert mesh.world == 1 or dist.get_world_size() == mesh.world, "the mesh and torch.distributed differ in size"
+        self.mesh, self.rank, self.ledger, self.device = mesh, rank, ledger, torch.device(device)
+        self.timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._process_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    @classmethod
+    def single(cls, ledger: Ledger | None = None, device: torch.device | str = "cpu") -> Self:
+        """The world of one process, without torch.distributed: every group has one rank."""
+        return cls(Mesh.of(Layout()), 0, ledger or Ledger(), device)
+
+    @property
+    def size(self) -> int:
+        return self.mesh.world
+
+    def group(self, axes: str | Sequence[str]) -> Group:
+        """The group of this rank along `axes`, named by them ("dp", or "dp+cp" for several).
+
+        Every rank calls this for the same axes in the same order: the first call for a partition of the world is a
+        collective. Axes that cut the world in the same way share a process group.
+        """
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        ranks = tuple(self.mesh.group(axes, self.rank))
+        assert list(ranks) == sorted(ranks), "torch numbers the ranks of a group in ascending order"
+        process_group = self._process_group(axes) if len(ranks) > 1 else None
+        return Group("+".join(axes), ranks, ranks.index(self.rank), self.ledger, self.device, process_group)
+
+    def close(self) -> None:
+        """Destroys the process groups made here; torch.distributed itself stays for whoever initialised it."""
+        for process_group in self._process_groups.values():
+            if process_group is not dist.group.WORLD:
+                dist.destroy_process_group(process_group)
+        self._process_groups.clear()
+
+    def _process_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        partition = tuple(sorted(tuple(ranks) for ranks in self.mesh.groups(axes)))
+        if partition not in self._process_groups:
+            self._process_groups[partition] = self._make(partition)
+        return self._process_groups[partition]
+
+    def _make(self, partition: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+        if len(partition) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        # Everybody makes every group, in one order: torch counts them to name them.
+        made = [dist.new_group(list(ranks), timeout=self.timeout) for ranks in partition]
+        return next(group for ranks, group in zip(partition, made, strict=True) if self.rank in ranks)

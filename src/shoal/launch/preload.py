@@ -1,0 +1,16 @@
+"""What the fork server loads once, so that ranks start in milliseconds: torch, and what its distributed part loads late.
+
+One thread per process here: the ranks share the machine's cores, and forking a process that has threads is not safe.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts OpenMP; a rank may raise it with torch.set_num_threads
+
+import torch
+import torch.autograd
+import torch.distributed
+import torch.distributed.distributed_c10d
+import torch.distributed.nn
+
+torch.set_num_threads(1)

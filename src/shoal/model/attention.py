@@ -1,0 +1,82 @@
+"""Causal attention: softmax(Q K^T / sqrt(d)) V over the keys that a query may see."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.model.rope import Rotate, Rotation
+from shoal.spec.model import ModelSpec
+
+
+def visible(sequence: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which key (last dim) each query sees: bool (1 or b, 1, s, s); None when that is every key up to its own.
+
+    A token sees itself, at most window - 1 tokens before it, and only tokens of its own document (documents (b, s)).
+    """
+    if window is not None and window >= sequence:
+        window = None
+    if window is None and documents is None:
+        return None
+    place = torch.arange(sequence, device=device)
+    back = place[:, None] - place[None, :]  # how far the key lies before the query
+    seen = (back >= 0)[None, None]
+    if window is not None:
+        seen = seen & (back < window)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    return seen
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
+    """q (b, s, a, d), k and v (b, s, g, d) -> (b, s, a, d); each group of a / g query heads shares one KV head.
+
+    mask: what `visible` returned for the same window. A window much shorter than the sequence is computed band by
+    band, so that work grows with s * window and not with s^2.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    if grouped:
+        # Fused kernels of GPUs take either a mask or grouped heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    sequence = q.shape[2]
+    if window is None or sequence <= 2 * window:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    bands = []
+    for start in range(0, sequence, window):
+        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
+        bands.append(
+            F.scaled_dot_product_attention(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask[:, :, queries, keys]
+            )
+        )
+    return torch.cat(bands, dim=2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped KV heads (Ainslie et al. 2023); x (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = spec.heads, spec.kv_heads, spec.head_size
+        self.window = spec.window
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_size
+        self.qkv = nn.Linear(spec.hidden, rows, bias=spec.qkv_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps)
+        self.qk_norm = spec.qk_norm
+        self.out = nn.Linear(spec.heads * spec.head_size, spec.hidden, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None) -> Tensor:
+        q, k, v = (
+            self.qkv(x)
+            .unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
+            .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q, k = Rotate.apply(q, *turn), Rotate.apply(k, *turn)
+        return self.out(attend(q, k, v, mask, self.window).flatten(2))

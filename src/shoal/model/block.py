@@ -1,0 +1,37 @@
+"""One transformer block, pre-norm: x + attention(norm(x)), then x + MLP(norm(x))."""
+
+from torch import Tensor, nn
+
+from shoal.model.attention import Attention
+from shoal.model.dropout import Noise, dropped
+from shoal.model.mlp import mlp
+from shoal.model.rope import Rotation
+from shoal.spec.model import ModelSpec
+
+
+def norm(spec: ModelSpec) -> nn.Module:
+    """The norm over hidden that the model asks for."""
+    kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    return kind(spec.hidden, eps=spec.norm_eps)
+
+
+class Block(nn.Module):
+    """x (b, s, h) -> (b, s, h).
+
+    turn: the rotation of this forward, None without rope; mask: from `visible`; noise: keys of the block's two dropout
+    sites, rows (2, b, s), or None.
+    """
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.dropout = spec.dropout
+        self.attention_norm = norm(spec)
+        self.attention = Attention(spec)
+        self.mlp_norm = norm(spec)
+        self.mlp = mlp(spec)
+
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, noise: Noise | None) -> Tensor:
+        y = self.attention(self.attention_norm(x), turn, mask)
+        x = x + (y if noise is None else dropped(y, self.dropout, noise[0][0], noise[1]))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if noise is None else dropped(y, self.dropout, noise[0][1], noise[1]))

@@ -1,0 +1,49 @@
+"""Fresh weights as a function of (seed, name, row): every layout and every dtype starts from the same numbers.
+
+Rows are drawn in blocks, each from a stream of its own, so a rank draws the rows that it keeps and no others. Values
+are float32 from the CPU, cast to the parameter's dtype.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.spec.inventory import inventory
+from shoal.spec.model import ModelSpec
+
+_BLOCK = 64  # rows of one stream
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Fills every parameter of a Decoder built from `spec` as the inventory says."""
+    parameters = dict(module.named_parameters())
+    for entry in inventory(spec):
+        parameter = parameters.pop(entry.name)
+        if entry.init != "normal":
+            parameter.fill_(1 if entry.init == "ones" else 0)
+            continue
+        for start in range(0, len(parameter), _BLOCK):
+            stop = min(start + _BLOCK, len(parameter))
+            parameter[start:stop] = rows(entry.name, entry.shape, entry.std, seed, start, stop)
+    assert not parameters, f"not in the inventory: {', '.join(parameters)}"
+
+
+def rows(name: str, shape: Sequence[int], std: float, seed: int, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of the fresh parameter `name` of that whole shape: float32, normal with the deviation std."""
+    first = start // _BLOCK
+    drawn = [_block(name, shape, seed, block) for block in range(first, -(-stop // _BLOCK))]
+    origin = first * _BLOCK
+    drawn.append(np.empty((0, *shape[1:]), np.float32))  # so that no rows are rows as well
+    return torch.from_numpy(np.concatenate(drawn)[start - origin : stop - origin] * np.float32(std))
+
+
+def _block(name: str, shape: Sequence[int], seed: int, block: int) -> np.ndarray:
+    """The block's standard normal rows. Its stream's key is a blake2b hash: Python's own differs between processes."""
+    key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
+    random = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype=np.uint64)))
+    count = min(_BLOCK, shape[0] - block * _BLOCK)
+    return random.standard_normal((count, *shape[1:]), dtype=np.float32)

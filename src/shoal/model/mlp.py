@@ -1,0 +1,53 @@
+"""The two feed-forward kinds: SwiGLU (Shazeer 2020) and GELU in its tanh approximation (Hendrycks & Gimpel 2016)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.spec.model import ModelSpec
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of x (..., gate | up). Keeps x alone, where autograd would keep silu(gate) as well."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        d_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return torch.cat((d_gate, gradient * F.silu(gate)), dim=-1)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); x (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.gate_up = nn.Linear(spec.hidden, 2 * spec.ffn, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(SwiGLU.apply(self.gate_up(x)))
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))); x (b, s, h) -> (b, s, h)."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def mlp(spec: ModelSpec) -> nn.Module:
+    """The MLP that the model asks for."""
+    return (GatedMLP if spec.mlp == "swiglu" else GeluMLP)(spec)

@@ -1,0 +1,98 @@
+"""Does a layout fit a model, a sequence length and a batch? Only arithmetic: what divides what. No torch."""
+
+import re
+
+from shoal.spec.errors import RequestError, alternatives, divisors, multiples_around
+from shoal.spec.layout import Layout
+from shoal.spec.model import ModelSpec
+
+
+def check_fit(model: ModelSpec, layout: Layout, sequence: int, batch: int) -> None:
+    """Raises RequestError, with sizes that would do, when something must be cut into equal parts and cannot be.
+
+    sequence: tokens; batch: sequences per step over all ranks.
+    """
+    _check_batch(layout, batch)
+    _check_tensor(model, layout)
+    _check_pipeline(model, layout)
+    _check_sequence(model, layout, sequence)
+
+
+def _check_batch(layout: Layout, batch: int) -> None:
+    parts = layout.dp * layout.micro_batches
+    if batch % parts:
+        raise RequestError(
+            "train.batch",
+            f"train.batch = {batch} does not divide over dp = {layout.dp} x micro_batches = {layout.micro_batches}; "
+            f"{multiples_around(batch, parts)} would",
+        )
+
+
+def _check_tensor(model: ModelSpec, layout: Layout) -> None:
+    """Heads and MLP are cut over the tensor ranks; KV heads too, or each is kept by equally many ranks."""
+
+    def cuts(parts: int) -> bool:
+        shared = model.kv_heads % parts == 0 or parts % model.kv_heads == 0
+        along_hidden = layout.tp_grid is None or model.hidden % parts == 0
+        return model.heads % parts == 0 and model.ffn % parts == 0 and shared and along_hidden
+
+    parts = _tensor_parts(layout)
+    if not cuts(parts):
+        sizes = alternatives((size for size in divisors(model.heads) if cuts(size)), parts)
+        if layout.tp_grid:
+            sizes = re.sub(r"\d+", r"\g<0>x\g<0>", sizes)
+        hidden = f", hidden {model.hidden}" if layout.tp_grid else ""
+        raise RequestError(
+            "layout.tp",
+            f"layout.tp = {layout.tp} does not cut the model's {model.heads} heads, {model.kv_heads} KV heads and "
+            f"ffn {model.ffn}{hidden} evenly; {sizes} would",
+        )
+
+
+def _check_pipeline(model: ModelSpec, layout: Layout) -> None:
+    chunks = layout.pp * layout.v
+    if chunks <= model.layers:
+        return
+    if layout.v > 1 and layout.pp <= model.layers:
+        raise RequestError(
+            "layout.v",
+            f"layout.v = {layout.v} with pp={layout.pp} wants {chunks} layers, the model has {model.layers}; "
+            f"at most {model.layers // layout.pp} would do",
+        )
+    raise RequestError(
+        "layout.pp",
+        f"layout.pp = {layout.pp} wants {chunks} layers, the model has {model.layers}; "
+        f"at most {max(1, model.layers // layout.v)} would do",
+    )
+
+
+def _check_sequence(model: ModelSpec, layout: Layout, sequence: int) -> None:
+    if sequence > model.positions_max:
+        raise RequestError(
+            "data.sequence",
+            f"data.sequence = {sequence} is longer than model.positions_max = {model.positions_max}; "
+            f"{model.positions_max} would do",
+        )
+    # Zigzag gives every context rank one part from the front and one from the back.
+    halves = 2 if layout.cp > 1 and layout.cp_kind == "zigzag" else 1
+    parts = layout.cp * halves * (layout.tp_size if layout.sp else 1)
+    if sequence % parts:
+        raise RequestError(
+            "data.sequence",
+            f"data.sequence = {sequence} does not divide into the {parts} parts of layout {layout}; "
+            f"{multiples_around(sequence, parts)} would",
+        )
+    by_heads = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses", layout.ulysses)}
+    key, ranks = by_heads.get(layout.cp_kind, ("cp", 1))
+    heads = model.heads // _tensor_parts(layout)
+    if ranks > 1 and heads % ranks:
+        raise RequestError(
+            f"layout.{key}",
+            f"layout.{key} = {ranks} does not divide the {heads} heads of a tensor rank, which {layout.cp_kind} hands "
+            f"around; {alternatives(divisors(heads), ranks)} would",
+        )
+
+
+def _tensor_parts(layout: Layout) -> int:
+    """Into how many parts heads are cut: all tensor ranks, or one side of their grid."""
+    return layout.tp_grid[0] if layout.tp_grid else layout.tp_size
