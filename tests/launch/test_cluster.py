@@ -4,7 +4,14 @@ import pytest
 from shoal.launch.cluster import find_place
 from shoal.spec.errors import RequestError
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
 SRUN = {
     "SLURM_PROCID": "9",
     "SLURM_STEP_NUM_TASKS": "16",

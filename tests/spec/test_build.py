@@ -36,18 +36,24 @@ def value_at(job, name):
     [
         ({"model": {"hiden": 64}}, "model.hiden is not a field of model; did you mean model.hidden?"),
         ({"model": {"zzz": 1}}, "model.zzz is not a field of model; model has preset, name, layers, hidden,"),
-        ({"model": {"rope": {"thta": 1}}}, "model.rope.thta is not a field of model.rope; did you mean model.rope.theta?"),
+        (
+            {"model": {"rope": {"thta": 1}}},
+            "model.rope.thta is not a field of model.rope; did you mean model.rope.theta?",
+        ),
         ({"layout": {"steps": 3}}, "layout.steps is not a field of layout; did you mean train.steps?"),
         ({"modle": {}}, "modle is not a section of a job; did you mean model?"),
         ({"steps": 3}, "steps is not a section of a job; did you mean train.steps?"),
-        ({"model": "tiny"}, "model = tiny is not a table; model.name = custom would do"),
+        ({"model": "tiny"}, "model = tiny is not a table; model.preset = tiny would do"),
         ({"model": {"rope": 3}}, "model.rope = 3 is not a table; model.rope.theta = 10000.0 would do"),
         (
             {"train": {"dtype": "float23"}},
             "train.dtype = float23 is not one of float64, float32, bfloat16; did you mean float32?",
         ),
         ({"train": {"dtype": 32}}, "train.dtype = 32 is not one of float64, float32, bfloat16; float32 would do"),
-        ({"train": {"log": "tensorboard,wandbb"}}, "train.log = wandbb is not one of tensorboard, wandb; did you mean wandb?"),
+        (
+            {"train": {"log": "tensorboard,wandbb"}},
+            "train.log = wandbb is not one of tensorboard, wandb; did you mean wandb?",
+        ),
         ({"train": {"log": 3}}, "train.log = 3 is not a list of words; tensorboard,wandb would do"),
         ({"model": {"preset": "tinny"}}, "model.preset = tinny is unknown; tiny would do (presets: tiny, demo, gpt2,"),
         ({"model": {"preset": 3}}, "model.preset = 3 is unknown; tiny would do (presets:"),
@@ -65,16 +71,25 @@ def value_at(job, name):
         ({"data": {"path": 3}}, 'data.path = 3 is not text; "3" in quotes would do'),
         ({"data": {"path": "a\udcff"}}, "data.path = a\\udcff is not valid UTF-8;"),
         ({"model": {"kv_heads": 3}}, "model.kv_heads = 3 does not divide the model's 4 heads; 1, 2 or 4 would"),
-        ({"model": {"hidden": 6}}, "model.heads = 4 does not divide model.hidden = 6 and no head_size is given; 1 or 3 would"),
-        ({"model": {"hidden": 255}}, "model.heads = 4 does not divide model.hidden = 255 and no head_size is given; a head_size"),
+        (
+            {"model": {"hidden": 6}},
+            "model.heads = 4 does not divide model.hidden = 6 and no head_size is given; 1 or 3 would",
+        ),
+        (
+            {"model": {"hidden": 255}},
+            "model.heads = 4 does not divide model.hidden = 255 and no head_size is given; a head_size",
+        ),
         ({"model": {"head_size": 33}}, "model.head_size = 33 is odd, but rope turns pairs; 34 would do"),
         ({"model": {"window": 0}}, "model.window = 0 must be at least 1; none would do"),
         ({"model": {"rope": {"beta_fast": 1}}}, "model.rope.beta_fast = 1.0 must exceed beta_slow = 1.0; 4.0 would do"),
-        ({"machine": {"name": "H1000"}}, "machine.name = H1000 is unknown; did you mean h100? (known: a100, h100, h200, b200,"),
+        (
+            {"machine": {"name": "H1000"}},
+            "machine.name = H1000 is unknown; did you mean h100? (known: a100, h100, h200, b200,",
+        ),
         ({"machine": {"name": "h100\n"}}, "machine.name = h100\\n is unknown; did you mean h100?"),
         ({"machine": {"port": 70000}}, "machine.port = 70000 must be at least 0 and at most 65535; 0 would do"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_one_line_that_names_the_field(tree, line):
     with pytest.raises(RequestError) as refused:
         job_from_tree(tree)
@@ -84,18 +99,16 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_the_field(tree, line):
 
 
 @pytest.mark.parametrize("name", [field.name for field in FIELDS])
-@pytest.mark.parametrize(
-    "text", ["-1", "0", "nan", "inf", "ten", "", "2x3", "none", "1e400", "9" * 5000, "1.5", "a\nb"]
-)
-def test_a_suggested_value_is_accepted(name, text):
-    try:
-        job_from_tree(nested(name, text))
-    except RequestError as refused:
-        assert refused.field == name
-        assert "\n" not in str(refused) and len(str(refused)) < 400
-        suggested = re.search(r"; (?:did you mean )?([^ ,?]+)", str(refused))
-        assert suggested, str(refused)
-        job_from_tree(nested(name, suggested[1]))
+def test_a_suggested_value_is_accepted(name):
+    for text in ("-1", "0", "nan", "inf", "ten", "", "2x3", "none", "1e400", "9" * 5000, "1.5", "a\nb"):
+        try:
+            job_from_tree(nested(name, text))
+        except RequestError as refused:
+            assert refused.field == name
+            assert "\n" not in str(refused) and len(str(refused)) < 400
+            suggested = re.search(r"; (?:did you mean )?([^ ,?]+)", str(refused))
+            assert suggested, str(refused)
+            job_from_tree(nested(name, suggested[1]))
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
@@ -163,9 +176,9 @@ def test_what_follows_from_other_fields_is_filled_in():
 
 
 def test_a_specification_built_directly_is_checked_as_well():
-    with pytest.raises(RequestError, match="train.dtype = half is not one of"):
+    with pytest.raises(RequestError, match=r"train\.dtype = half is not one of"):
         dataclasses.replace(Job().train, dtype="half")
-    with pytest.raises(RequestError, match="model.layers = 0 must be at least 1"):
+    with pytest.raises(RequestError, match=r"model\.layers = 0 must be at least 1"):
         ModelSpec(layers=0)
 
 

@@ -14,19 +14,42 @@ LLAMA = {"model": {"preset": "llama3.1-8b"}}
     "tree, line",
     [
         ({"layout": "dp=3"}, "train.batch = 16 does not divide over dp = 3 x micro_batches = 1; 15 or 18 would"),
-        ({"layout": "dp=4,micro_batches=8"}, "train.batch = 16 does not divide over dp = 4 x micro_batches = 8; 32 would"),
-        ({**LLAMA, "layout": "tp=5"}, "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads and ffn 14336 evenly; 1, 2, 4, 8, 16 or 32 would"),
-        ({**LLAMA, "layout": "tp=3x3"}, "layout.tp = 3x3 does not cut the model's 32 heads, 8 KV heads and ffn 14336, hidden 4096 evenly; 1x1, 2x2, 4x4, 8x8, 16x16 or 32x32 would"),
-        ({"model": {"heads": 12, "kv_heads": 3, "hidden": 96}, "layout": "tp=2"}, "layout.tp = 2 does not cut the model's 12 heads, 3 KV heads and ffn 256 evenly; 1 would"),
-        ({"layout": "pp=8", "train": {"batch": 16}}, "layout.pp = 8 wants 8 layers, the model has 4; at most 4 would do"),
+        (
+            {"layout": "dp=4,micro_batches=8"},
+            "train.batch = 16 does not divide over dp = 4 x micro_batches = 8; 32 would",
+        ),
+        (
+            {**LLAMA, "layout": "tp=5"},
+            "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads and ffn 14336 evenly; "
+            "1, 2, 4, 8, 16 or 32 would",
+        ),
+        (
+            {**LLAMA, "layout": "tp=3x3"},
+            "layout.tp = 3x3 does not cut the model's 32 heads, 8 KV heads and ffn 14336, hidden 4096 evenly; "
+            "1x1, 2x2, 4x4, 8x8, 16x16 or 32x32 would",
+        ),
+        (
+            {"model": {"heads": 12, "kv_heads": 3, "hidden": 96}, "layout": "tp=2"},
+            "layout.tp = 2 does not cut the model's 12 heads, 3 KV heads and ffn 256 evenly; 1 would",
+        ),
+        (
+            {"layout": "pp=8", "train": {"batch": 16}},
+            "layout.pp = 8 wants 8 layers, the model has 4; at most 4 would do",
+        ),
         ({"layout": "pp=2,v=4"}, "layout.v = 4 with pp=2 wants 8 layers, the model has 4; at most 2 would do"),
         ({"data": {"sequence": 4096}}, "data.sequence = 4096 is longer than model.positions_max = 2048; 2048 would do"),
         ({"layout": "cp=3"}, "data.sequence = 256 does not divide into the 6 parts of layout cp=3; 252 or 258 would"),
-        ({"layout": "tp=4,sp", "data": {"sequence": 250}}, "data.sequence = 250 does not divide into the 4 parts of layout tp=4,sp; 248 or 252 would"),
-        ({"layout": "cp=8,cp_kind=ulysses"}, "layout.cp = 8 does not divide the 4 heads of a tensor rank, which ulysses hands around; 1, 2 or 4 would"),
+        (
+            {"layout": "tp=4,sp", "data": {"sequence": 250}},
+            "data.sequence = 250 does not divide into the 4 parts of layout tp=4,sp; 248 or 252 would",
+        ),
+        (
+            {"layout": "cp=8,cp_kind=ulysses"},
+            "layout.cp = 8 does not divide the 4 heads of a tensor rank, which ulysses hands around; 1, 2 or 4 would",
+        ),
         ({"model": {"vocab": 100}}, "model.vocab = 100 is smaller than the byte tokenizer's 257 ids; 257 would do"),
     ],
-)  # fmt: skip
+)
 def test_a_job_whose_parts_do_not_fit_is_refused_with_sizes_that_do(tree, line):
     job = job_from_tree(tree)
     with pytest.raises(RequestError) as refused:

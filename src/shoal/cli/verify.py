@@ -40,9 +40,9 @@ def show(verdict, console: Console) -> None:
     """The verdict as one table and a closing line."""
     table = Table(title=f"layout {verdict.layout or 'of one process'}, {verdict.layout.world} ranks against one process")
     for column, align in (("what", "left"), ("planned", "right"), ("measured", "right"), ("", "left")):
-        table.add_column(column, justify=align)
+        table.add_column(column, justify=align, overflow="fold")
     for kind, error in verdict.errors.items():
-        table.add_row(f"{kind}: largest relative error", "0", f"{error.value:.1e}", "")
+        table.add_row(f"{kind}: largest error", "0", f"{error.value:.1e}", "")
     for row in verdict.rows:
         table.add_row(
             f"{row.phase} {row.op} over {row.axis}",

@@ -172,7 +172,7 @@ def broadcast(x: Tensor, group: Group, root: int) -> Tensor:
 
 
 def reduce(x: Tensor, group: Group, root: int, op: str = "sum") -> Tensor:
-    """The sum ("max", "min") of every rank's x on the root, in place there; the others get their own x back as it was."""
+    """The sum ("max", "min") of every rank's x on the root, in place there; on the others x stays as it was."""
     if group.size > 1:
         _check(x, group, in_place=True)
         scratch = x if group.index == root else x.clone()  # gloo overwrites what the others pass

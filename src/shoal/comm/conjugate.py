@@ -66,7 +66,7 @@ def all_gather_split(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int]
 
 
 def split_all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's piece along `dim` of an x that is the same on every rank, and whose makers want its whole gradient."""
+    """This rank's piece along `dim` of an x that is the same on every rank and gets its whole gradient there."""
     sizes = cut(x.shape[dim], group, sizes)
     return _apply(
         x,

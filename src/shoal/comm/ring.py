@@ -34,7 +34,7 @@ def all_gather_plan(ranks: int) -> Plan:
 
 
 def all_reduce_plan(ranks: int) -> Plan:
-    """2 (N - 1) rounds: a reduce-scatter in which rank i sends piece i - k and ends with i + 1, then an all-gather from there.
+    """2 (N - 1) rounds: rank i sends piece i - k until it owns i + 1, complete; then the same with i + 1 - k, copying.
 
     The numbering of spec COL-3; it differs by one from `reduce_scatter_plan`, whose result each rank keeps.
     """

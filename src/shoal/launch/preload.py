@@ -1,4 +1,4 @@
-"""What the fork server loads once, so that ranks start in milliseconds: torch, and what its distributed part loads late.
+"""What the fork server loads once, so that ranks start in milliseconds: torch, and what torch.distributed loads late.
 
 One thread per process here: the ranks share the machine's cores, and forking a process that has threads is not safe.
 """

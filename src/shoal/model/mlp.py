@@ -7,21 +7,32 @@ from torch import Tensor, nn
 from shoal.spec.model import ModelSpec
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of x (..., gate | up). Keeps x alone, where autograd would keep silu(gate) as well."""
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x (..., gate | up)."""
+    if torch.compiler.is_compiling():  # the compiler fuses the plain expression, and cannot follow `out=`
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps x alone, where autograd would keep silu(gate) as well, and writes both gradients where they belong."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        d_gate = torch.ops.aten.silu_backward(gradient * up, gate)
-        return torch.cat((d_gate, gradient * F.silu(gate)), dim=-1)
+        d_x = torch.empty_like(x)
+        d_gate, d_up = d_x.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(torch.mul(gradient, up, out=d_gate), gate, grad_input=d_gate)
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(gradient)
+        return d_x
 
 
 class GatedMLP(nn.Module):
@@ -33,7 +44,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(SwiGLU.apply(self.gate_up(x)))
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class GeluMLP(nn.Module):

@@ -67,7 +67,8 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, sin, -1), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -45,6 +45,9 @@ def job_from_tree(tree: Mapping[str, Any]) -> Job:
         given = tree.get(name, {})
         if name == "layout" and isinstance(given, str):
             given = layout_tree(given)
+        if name == "model" and isinstance(given, str):
+            preset = nearest(given, MODELS) or "tiny"
+            raise RequestError(name, f"model = {shown(given)} is not a table; model.preset = {preset} would do")
         if name == "model" and isinstance(given, Mapping):
             given = with_preset(given)
         parts[name] = build(cls, given, name, known)

@@ -18,17 +18,18 @@ class RequestError(ValueError):
         return type(self), (self.field, str(self))
 
 
-def shown(value: Any) -> str:
-    """A value as a person wrote it, on one line and at most 60 characters long."""
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as a person wrote it, on one line and at most `limit` characters long."""
     text = ("true" if value else "false") if isinstance(value, bool) else "none" if value is None else str(value)
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` most probably stands for, whatever the case; None when none is close."""
     by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, 1, 0.6)
+    alike = 0.5 if len(word) < 4 else 0.6  # one of two letters, or the better part of a longer word
+    close = difflib.get_close_matches(word.lower(), by_lower, 1, alike)
     return by_lower[close[0]] if close else None
 
 

@@ -15,7 +15,7 @@ from shoal.spec.job import Job
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tree of a TOML file. Raises RequestError when there is none, or when it cannot be read."""
     file = Path(path)
-    name = f"job = {shown(path)}"
+    name = f"job = {shown(path, limit=1000)}"
     try:
         return tomllib.loads(file.read_bytes().decode())
     except FileNotFoundError:

@@ -19,10 +19,11 @@ from shoal.model.dropout import DropoutKey
 from shoal.model.init import initialise
 from shoal.spec.inventory import inventory
 from shoal.spec.job import Job
-from shoal.train.data.batches import MicroBatch
+from shoal.train.data.share import MicroBatch
 from shoal.train.optimizer import AdamW
 from shoal.train.schedule import learning_rate
 
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm, so that runs can be held against plain torch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -97,8 +98,8 @@ class Trainer:
             norm = float(self.storage.norm())
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
             if finite:
-                if 0 < train.clip < norm:
-                    self.storage.scale_gradients(train.clip / norm)
+                if 0 < train.clip < norm + CLIP_EPS:
+                    self.storage.scale_gradients(train.clip / (norm + CLIP_EPS))
                 self.optimizer.step(rate)
         return StepResult(step, mean_loss, norm, rate, valid, skipped=not finite)
 

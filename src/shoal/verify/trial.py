@@ -6,7 +6,7 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
 from shoal.spec.job import Job
-from shoal.train.data.batches import MicroBatch, share
+from shoal.train.data.share import MicroBatch, share
 from shoal.train.trainer import Trainer
 from shoal.verify.compare import Record
 
