@@ -89,6 +89,6 @@ class Decoder(nn.Module):
         return [("embedding", nn.ModuleList(inputs)), *blocks, ("head", nn.ModuleList(outputs))]
 
     def compile_blocks(self) -> None:
-        """Compiles each block in place; equal blocks share one compilation, and names and parameters stay."""
-        for block in self.blocks:
-            block.compile()
+        """Compiles each block and the last norm in place; equal blocks share one compilation, and names stay."""
+        for module in (*self.blocks, self.norm):
+            module.compile()
