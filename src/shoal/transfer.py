@@ -26,6 +26,15 @@ class Transfer:
     micro_batch: int | None = None
 
 
+# What a rank of a ring sends per byte of the full tensor in a large group; all_to_all: of its own buffer (CNT-2)
+LARGE_GROUP_FACTOR = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+def factor(op: str, ranks):
+    """What a rank of N sends per byte, exact where lengths divide: the large group's, times (N - 1) / N. ranks: N."""
+    return LARGE_GROUP_FACTOR[op] * (ranks - 1) / ranks
+
+
 def pieces(elements: int, ranks: int) -> list[int]:
     """Sizes of `ranks` pieces of `elements`: as equal as can be, the first `elements % ranks` one longer."""
     return [_piece(elements, ranks, index) for index in range(ranks)]
@@ -44,9 +53,10 @@ def traffic(
     """(sent, received) bytes of rank number `rank` in a group of `ranks`; (0, 0) in a group of one.
 
     elements: of the full tensor, all pieces together; for all_to_all of this rank's own buffer; for send and receive of
-    the message. width: bytes per element. sizes: elements of piece i, by default pieces(elements, ranks); for
-    all_to_all sizes[i] goes to rank i and receive_sizes[i] comes from it (by default every rank cuts a buffer of the
-    same length in the same way). elements and rank may be NumPy arrays when neither sizes nor receive_sizes is given.
+    the message. width: bytes per element; 1 counts elements. sizes: elements of piece i, by default those of
+    pieces(elements, ranks); for all_to_all sizes[i] goes to rank i and receive_sizes[i] comes from it (by default every
+    rank cuts a buffer of the same length in the same way). elements and rank may be NumPy arrays when neither sizes nor
+    receive_sizes is given.
 
     With Z elements cut into pieces z (spec COL-2, COL-3; indices modulo the ranks):
       all_reduce      the two rings of COL-3: sends 2Z - z[i+1] - z[i+2], receives 2Z - z[i] - z[i+1]

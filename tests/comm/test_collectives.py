@@ -1,4 +1,4 @@
-"""Every primitive, on every number of ranks, against NumPy, and its ledger rows against a table written here by hand."""
+"""Every primitive, on every number of ranks, against NumPy; its ledger rows against a table written by hand."""
 
 import itertools
 from typing import NamedTuple

@@ -1,11 +1,14 @@
 """The byte formulas against goldens of the spec, against rings simulated here, and against their own sums."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.transfer import pieces, traffic
+from shoal.transfer import LARGE_GROUP_FACTOR, factor, pieces, traffic
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all")
 
@@ -26,11 +29,25 @@ def test_goldens_of_the_ring_all_reduce():
     assert uneven == [(15, 14), (16, 15), (15, 16), (14, 15)]
 
 
-@pytest.mark.parametrize("ranks, factor", [(2, (1, 0.5, 0.5)), (8, (1.75, 0.875, 0.875))])
-def test_exact_factors_of_cnt_2(ranks, factor):
+@pytest.mark.parametrize("ranks, exact", [(2, (1, 0.5, 0.5)), (8, (1.75, 0.875, 0.875))])
+def test_exact_factors_of_cnt_2(ranks, exact):
     whole = 4 * 64
     found = [traffic(op, 64, 4, ranks, 1)[0] / whole for op in ("all_reduce", "all_gather", "reduce_scatter")]
-    assert found == list(factor)
+    assert found == list(exact)
+    assert [factor(op, ranks) for op in ("all_reduce", "all_gather", "reduce_scatter")] == list(exact)
+
+
+def test_the_approximation_of_cnt_2_is_kept_apart_and_reached_by_large_groups():
+    for op, limit in {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.items():
+        assert LARGE_GROUP_FACTOR[op] == limit
+        assert factor(op, 1) == 0
+        assert factor(op, 10**6) == pytest.approx(limit, rel=2e-6)
+        assert list(factor(op, np.array([2, 4]))) == [limit / 2, limit * 3 / 4]
+
+
+def test_counting_needs_no_torch():
+    modules = "shoal.transfer, shoal.comm.ledger, shoal.comm.ring, shoal.launch.pool"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_pieces_of_uneven_length():

@@ -164,7 +164,8 @@ def test_no_rank_outlives_whoever_started_it(tmp_path, end):
     parent = subprocess.Popen([sys.executable, script, ranks], stderr=subprocess.PIPE, start_new_session=True)
     wait_until(lambda: len(list(ranks.iterdir())) == 2, 30)
     os.killpg(parent.pid, end) if end == signal.SIGINT else parent.send_signal(end)  # Ctrl-C reaches the whole group
-    parent.wait(10)
+    said = parent.communicate(timeout=10)[1]  # comes when nobody is left to write
+    assert said.count(b"Traceback") == (end == signal.SIGINT), said  # the parent's alone
     wait_until(lambda: not session(parent.pid), 5)
 
 

@@ -82,6 +82,8 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
             place = tree
             for part in path:
                 place = place.setdefault(part, {})
+                if not isinstance(place, dict):  # a job file that says model = "tiny": the loader tells what is wrong
+                    return job_from_tree(tree)
             place[last] = value
     return job_from_tree(tree)
 

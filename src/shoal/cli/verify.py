@@ -38,11 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(verdict, console: Console) -> None:
     """The verdict as one table and a closing line."""
-    table = Table(title=f"layout {verdict.layout or 'of one process'}, {verdict.layout.world} ranks against one process")
-    for column, align in (("what", "left"), ("planned", "right"), ("measured", "right"), ("", "left")):
-        table.add_column(column, justify=align, overflow="fold")
+    table = Table(title=f"layout {verdict.layout}, against one process")
+    table.add_column("what", overflow="fold")
+    table.add_column("planned", justify="right", overflow="fold")
+    table.add_column("measured", justify="right", overflow="fold")
+    table.add_column("")
     for kind, error in verdict.errors.items():
-        table.add_row(f"{kind}: largest error", "0", f"{error.value:.1e}", "")
+        table.add_row(f"{kind}: largest error", "0", f"{error.value:.1e}", "ok" if error.value <= verdict.limit else "DIFFERS")
     for row in verdict.rows:
         table.add_row(
             f"{row.phase} {row.op} over {row.axis}",

@@ -87,9 +87,9 @@ class Pool:
                 _tell(worker, None)
             finished = True
         finally:
-            store.unlink(missing_ok=True)
             if not finished:
                 self._replace(world)
+                store.unlink(missing_ok=True)  # else the last rank to leave the group does it
         return results
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from shoal.launch.parcel import pack, unpack
 from shoal.spec.errors import RequestError
 
-LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "DistBackendError")
+LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Broken pipe")  # how gloo puts it
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A whole training run on one rank: data, steps, evaluation, metrics, and what is left in the output folder."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from safetensors.torch import save_file
 
@@ -16,23 +16,43 @@ from shoal.plan.traffic import evaluation_transfers, step_transfers, times
 from shoal.spec.inventory import flops_per_token
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
-from shoal.train.data.batches import Batches, Dataset, MicroBatch
+from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
 from shoal.train.metrics import MetricsWriter
-from shoal.train.trainer import Trainer
+from shoal.train.trainer import StepResult, Trainer
 from shoal.transfer import Transfer
 
 PROMPT = "def "  # what the sample at the end of a run continues
+SAMPLE_TEMPERATURE = 0.7
 
 
 class NotFinite(RuntimeError):
-    """Too many steps in a row had gradients that are not finite."""
+    """Too many steps in a row had a loss or gradients that are not finite."""
+
+
+@dataclass
+class Tally:
+    """What a run has done so far. Losses in nats per token; `tokens` counts the valid ones, of all ranks."""
+
+    losses: list[float] = field(default_factory=list)
+    eval_loss: float | None = None
+    evaluations: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    def add(self, result: StepResult) -> None:
+        self.tokens += result.tokens
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            self.losses.append(result.loss)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended, as rank 0 saw it. Losses in nats per token, memory in bytes, transfers of this rank."""
+    """How a run ended, as this rank saw it. Losses in nats per token, peak_memory in bytes; text: what the model wrote."""
 
     out: str
     steps: int
@@ -44,80 +64,74 @@ class Summary:
     tokens_per_s: float
     skipped: int
     peak_memory: int
+    text: str
     predicted: list[Transfer]
     measured: list[Transfer]
-    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the transfers."""
+        return {name: value for name, value in asdict(self).items() if name not in ("predicted", "measured")}
 
 
 def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
-    """Trains `job` on the token file `tokens`; every rank calls it, rank 0 writes and shows.
+    """Trains `job` on the token file `tokens`; every rank calls it, rank 0 writes and shows on `stream`.
 
     Writes job.toml at the start, metrics.jsonl line by line and model.safetensors at the end into job.train.out.
     Raises NotFinite after train.max_skipped skipped steps in a row.
     """
-    train, out = job.train, Path(job.train.out)
-    batches = Batches(Dataset(tokens, job.data, "train"), job, world.group("dp").index)
-    held_out = Batches(Dataset(tokens, job.data, "eval"), job, world.group("dp").index).first(train.eval_batches)
-    trainer = Trainer(job, world, batches)
-    leads = world.rank == 0
+    train, out, leads = job.train, Path(job.train.out), world.rank == 0
+    data_rank = world.group("dp").index
+    trainer = Trainer(job, world, Batches(Dataset(tokens, job.data, "train"), job, data_rank))
+    held_out = Batches(Dataset(tokens, job.data, "eval"), job, data_rank).first(train.eval_batches)
     if leads:
         out.mkdir(parents=True, exist_ok=True)
-        _replace(out / "job.toml", job_toml(job).encode())
-    peak = job.machine.peak(train.dtype)
-    flops = flops_per_token(job.model, job.data.sequence)
-    losses: list[float] = []
-    skipped = in_a_row = seen = evaluations = 0
-    eval_loss = None
-    started = time.perf_counter()
+        write_whole(out / "job.toml", job_toml(job).encode())
+    tally, started = Tally(), time.perf_counter()
     with MetricsWriter(out, train.log, active=leads) as metrics, Display(job, stream, active=leads) as display:
         for step in range(train.steps):
             begun = time.perf_counter()
             result = trainer.step(step)
             seconds = time.perf_counter() - begun
-            seen += result.tokens
-            in_a_row = in_a_row + 1 if result.skipped else 0
-            skipped += result.skipped
-            if not result.skipped:
-                losses.append(result.loss)
-            line = asdict(result) | {
-                "skipped": skipped,
-                "tokens_per_s": result.tokens / seconds,
-                "seconds": seconds,
-                "peak_memory": peak_memory(world.device.type),
-                "utilisation": result.tokens / seconds * flops / (peak * world.size) if peak else None,
-            }
+            tally.add(result)
+            line = _line(job, world, result, tally, seconds)
             if step + 1 == train.steps or (train.eval_every and (step + 1) % train.eval_every == 0):
-                eval_loss = line["eval_loss"] = trainer.evaluate(held_out)
-                evaluations += 1
+                line["eval_loss"] = tally.eval_loss = trainer.evaluate(held_out)
+                tally.evaluations += 1
             metrics.write(line)
             display.step(line)
-            if in_a_row >= train.max_skipped:
+            if tally.skipped_in_a_row == train.max_skipped:
                 raise NotFinite(
-                    f"{in_a_row} steps in a row had a loss or gradients that are not finite (the last was step {step}); "
-                    f"a smaller train.learning_rate than {train.learning_rate} or a longer train.warmup may do"
+                    f"{train.max_skipped} steps in a row, up to step {step}, had a loss or gradients that are not finite; "
+                    f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
-        measured = world.ledger.transfers()
-        text = _sample(trainer, job, tokens) if leads and train.sample else ""
+    text = write_sample(trainer, job) if leads and train.sample else ""
     if leads:
         save_weights(trainer, out / "model.safetensors")
-    elapsed = time.perf_counter() - started
-    predicted = times(step_transfers(job, world.rank), train.steps)
-    predicted += times(evaluation_transfers(job, world.rank), evaluations)
+    seconds = time.perf_counter() - started
     return Summary(
         out=str(out),
         steps=train.steps,
-        first_loss=losses[0],
-        loss=losses[-1],
-        eval_loss=eval_loss,
-        tokens=seen,
-        seconds=elapsed,
-        tokens_per_s=seen / elapsed,
-        skipped=skipped,
+        first_loss=tally.losses[0] if tally.losses else math.nan,
+        loss=tally.losses[-1] if tally.losses else math.nan,
+        eval_loss=tally.eval_loss,
+        tokens=tally.tokens,
+        seconds=seconds,
+        tokens_per_s=tally.tokens / seconds,
+        skipped=tally.skipped,
         peak_memory=peak_memory(world.device.type),
-        predicted=predicted,
-        measured=measured,
         text=text,
+        predicted=times(step_transfers(job, world.rank), train.steps)
+        + times(evaluation_transfers(job, world.rank), tally.evaluations),
+        measured=world.ledger.transfers(),
     )
+
+
+def write_sample(trainer: Trainer, job: Job) -> str:
+    """What the model writes after PROMPT."""
+    tokenizer = load_tokenizer(job.data.tokenizer)
+    prompt = list(tokenizer.encode(PROMPT))
+    written = sample(trainer.model, prompt, job.train.sample, SAMPLE_TEMPERATURE, job.train.seed)
+    return tokenizer.decode([*prompt, *written])
 
 
 def save_weights(trainer: Trainer, path: Path) -> None:
@@ -129,3 +143,29 @@ def save_weights(trainer: Trainer, path: Path) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _line(job: Job, world: World, result: StepResult, tally: Tally, seconds: float) -> dict[str, Any]:
+    """One line of metrics.jsonl. seconds: of this step; skipped counts the steps of the run so far."""
+    tokens_per_s = result.tokens / seconds
+    peak = job.machine.peak(job.train.dtype)
+    flops = tokens_per_s * flops_per_token(job.model, job.data.sequence)
+    return asdict(result) | {
+        "skipped": tally.skipped,
+        "seconds": seconds,
+        "tokens_per_s": tokens_per_s,
+        "utilisation": flops / (peak * world.size) if peak else None,
+        "peak_memory": peak_memory(world.device.type),
+    }
+
+

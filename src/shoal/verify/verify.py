@@ -21,6 +21,7 @@ class Verdict:
     """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well."""
 
     layout: Layout
+    limit: float  # the largest relative error allowed
     errors: dict[str, Error]
     rows: list[Row]
     failures: list[str]
@@ -96,4 +97,4 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
     failures += [row.difference() for row in rows if not row.ok]
     if strayed := differing_replicas(records):
         failures.append(strayed)
-    return Verdict(layout, errors, rows, failures)
+    return Verdict(layout, limit, errors, rows, failures)

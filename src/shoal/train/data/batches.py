@@ -1,0 +1,89 @@
+"""Samples out of a token file, and the part of each step's batch that one rank reads."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from shoal.spec.errors import RequestError
+from shoal.spec.job import DataSpec, Job
+from shoal.train.data.order import sample_index
+from shoal.train.data.share import MicroBatch, share
+from shoal.train.data.tokens import TokenFile
+
+IGNORED = -100  # a target that does not count
+
+
+class Dataset:
+    """The samples of one split. The last eval_fraction of the samples is held out (one at least, if there are two).
+
+    stream: sample i is the i-th run of `sequence` tokens, with the next token of each as its target. documents: sample
+    i is document i, cut to `sequence` tokens or padded with targets that do not count.
+    Raises RequestError naming data.sequence when the file is too short for a sample.
+    """
+
+    def __init__(self, tokens: str | Path, data: DataSpec, split: Literal["train", "eval"]):
+        self.file, self.sequence, self.packed = TokenFile.open(tokens), data.sequence, data.packing == "stream"
+        count = (len(self.file.tokens) - 1) // data.sequence if self.packed else len(self.file.ends)
+        if count < 1:
+            raise RequestError(
+                "data.sequence",
+                f"data.sequence = {data.sequence} is too long for the corpus of {len(self.file.tokens)} tokens; "
+                f"{max(1, (len(self.file.tokens) - 1) // 2)} would do",
+            )
+        held_out = min(count - 1, max(1, round(count * data.eval_fraction))) if data.eval_fraction else 0
+        self.first = 0 if split == "train" else count - held_out
+        self.samples = count - held_out if split == "train" else held_out
+
+    def get(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of the samples with these numbers in the split: int64 (k, sequence) each."""
+        tokens = np.zeros((len(samples), self.sequence), dtype=np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        for row, sample in enumerate(samples):
+            start, stop = self._span(self.first + int(sample))
+            text = self.file.tokens[start:stop]
+            tokens[row, : len(text) - 1], targets[row, : len(text) - 1] = text[:-1], text[1:]
+        return tokens, targets
+
+    def _span(self, sample: int) -> tuple[int, int]:
+        """Where the sample's tokens lie: at most sequence + 1 of them."""
+        if self.packed:
+            return sample * self.sequence, (sample + 1) * self.sequence + 1
+        start = int(self.file.ends[sample - 1]) if sample else 0
+        return start, min(int(self.file.ends[sample]), start + self.sequence + 1)
+
+
+class Batches:
+    """What rank `rank` of the data axis reads, step by step."""
+
+    def __init__(self, dataset: Dataset, job: Job, rank: int):
+        self.dataset, self.job, self.rank = dataset, job, rank
+
+    def batch(self, step: int) -> list[MicroBatch]:
+        """The rank's micro-batches of a training step, in order."""
+        train, layout = self.job.train, self.job.layout
+        index = sample_index(step, train.batch, train.seed, self.dataset.samples)
+        numbers = step * train.batch + np.arange(train.batch)
+        return [
+            MicroBatch(*self.dataset.get(index[part]), numbers[part])
+            for part in share(train.batch, layout.micro_batches, layout.dp, self.rank)
+        ]
+
+    def first(self, batches: int) -> list[MicroBatch]:
+        """The rank's part of the split's first `batches` x batch samples, in their own order, for evaluation.
+
+        As far as there are samples: the last ranks may read fewer, down to none.
+        """
+        ranks, size = self.job.layout.dp, self.job.micro_batch
+        numbers = np.arange(min(batches * self.job.train.batch, self.dataset.samples))
+        mine = [numbers[start : start + size] for start in range(self.rank * size, len(numbers), ranks * size)]
+        return [MicroBatch(*self.dataset.get(part), part) for part in mine]
+
+
+def check_vocabulary(file: TokenFile, vocab: int) -> None:
+    """Raises RequestError when the model has fewer ids than the token file's tokenizer."""
+    if vocab < file.vocab:
+        raise RequestError(
+            "model.vocab",
+            f"model.vocab = {vocab} is smaller than the tokenizer's {file.vocab} tokens; {file.vocab} or more would do",
+        )
