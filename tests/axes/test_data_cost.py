@@ -44,9 +44,7 @@ def test_buckets_partition_the_parameters_from_last_to_first(size, width):
 
 @given(size=st.floats(1, 1e6), micro_batches=st.integers(1, 8))
 def test_bytes_do_not_depend_on_buckets_or_accumulation(size, micro_batches):
-    many = list(
-        cost.step_transfers(inventory(MODEL), 2, 0, width=4, bucket_bytes=size, micro_batches=micro_batches)
-    )
+    many = list(cost.step_transfers(inventory(MODEL), 2, 0, width=4, bucket_bytes=size, micro_batches=micro_batches))
     backward = [transfer for transfer in many if transfer.phase == "backward"]
     assert abs(sent(many, "backward") - parameter_count(MODEL) * 4) <= 4 * len(backward)  # odd buckets round by one
     assert len(backward) == len(cost.buckets(inventory(MODEL), size, 4))

@@ -70,7 +70,9 @@ def plain_torch(job: Job) -> Record:
     return Record(losses, norms, gradients, {name: p.detach().numpy() for name, p in named.items()}, [])
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=4", "dp=1,micro_batches=4", "dp=2,micro_batches=2", "dp=4,micro_batches=4"])
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2", "dp=4", "dp=1,micro_batches=4", "dp=2,micro_batches=2", "dp=4,micro_batches=4"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_trains_what_plain_torch_trains(pool, layout, model):
     asked = job(layout, MODELS[model])
@@ -139,7 +141,9 @@ def order_of_events(rank, world, job):
         return loss(*arguments, **options)
 
     trainer.sync._launch, trainer.model.loss = watched_launch, watched_loss
-    trainer.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: order.append("embedding gradient ready"))
+    trainer.model.embedding.weight.register_post_accumulate_grad_hook(
+        lambda _: order.append("embedding gradient ready")
+    )
     trainer.step(0)
     here.close()
     return order, len(trainer.storage.buckets)
@@ -160,7 +164,10 @@ def plain_torch_steps(job, steps):
 
 
 def trial_without_sync(rank, world, job, steps):
-    launch, GradientSync._launch = GradientSync._launch, lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
+    launch, GradientSync._launch = (
+        GradientSync._launch,
+        lambda self, bucket: self.in_flight.append(Handle(bucket.gradients)),
+    )
     try:
         return trial(rank, world, job, steps)
     finally:

@@ -26,7 +26,11 @@ def test_a_sound_layout_passes(pool, layout):
     verdict = verify(asked(layout), pool=pool)
     assert verdict.failures == []
     assert {error.value < 1e-10 for error in verdict.errors.values()} == {True}
-    assert all(row.ok for row in verdict.rows) and {row.phase for row in verdict.rows} == {"forward", "backward", "optimizer"}
+    assert all(row.ok for row in verdict.rows) and {row.phase for row in verdict.rows} == {
+        "forward",
+        "backward",
+        "optimizer",
+    }
 
 
 def test_a_dropped_all_reduce_is_named(pool):
@@ -38,7 +42,10 @@ def test_a_dropped_all_reduce_is_named(pool):
 
 
 def trial_without_sync(rank, world, job, steps):
-    launch, GradientSync._launch = GradientSync._launch, lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
+    launch, GradientSync._launch = (
+        GradientSync._launch,
+        lambda self, bucket: self.in_flight.append(Handle(bucket.gradients)),
+    )
     try:
         return trial(rank, world, job, steps)
     finally:

@@ -61,7 +61,9 @@ class FlatStorage:
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]], decays: set[str]):
         parameters = dict(module.named_parameters())
-        assert sorted(name for bucket in names for name in bucket) == sorted(parameters), "buckets must cover the module"
+        assert sorted(name for bucket in names for name in bucket) == sorted(parameters), (
+            "buckets must cover the module"
+        )
         self.buckets = [
             Bucket(
                 [(name, parameters[name]) for name in bucket if name in decays],

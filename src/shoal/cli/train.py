@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.launch.cluster import Place, find_place
+from shoal.launch.local import RankDied, Stopped, check_port, run_local
 from shoal.plan.runnable import refuse_unbuilt
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
@@ -33,12 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     place = find_place(os.environ, job.machine.port)
     if place is not None:
         return _end(train_rank(job, place, arguments.json), place.rank, arguments.json)
+    # Here, so that what is wrong with the request is said before any rank starts.
+    check_port(job.machine.port)
     _check_folder(Path(job.train.out))
-    from shoal.train.data.corpus import prepare
-
-    prepare(job, show_progress=True)  # here, so that what is wrong with the data is said before any rank starts
-    from shoal.launch.local import RankDied, Stopped, run_local
-
+    _check_data(job)
     try:
         if job.layout.world == 1:
             summary = train_rank(job, None, arguments.json)
@@ -64,7 +63,7 @@ def train_rank(job: Job, place: Place | None, as_json: bool):
     from shoal.train.data.corpus import prepare
     from shoal.train.loop import run as train
 
-    tokens = prepare(job, show_progress=place is None or place.local_rank == 0)
+    tokens = prepare(job.data, show_progress=place is None or place.local_rank == 0)
     with connected(job, place) as world:
         return train(job, world, tokens, sys.stderr if as_json else sys.stdout)
 
@@ -76,12 +75,26 @@ def _end(summary, rank: int, as_json: bool) -> int:
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     if rows:
         table = Table(title="transfers of rank 0 over the whole run, bytes sent")
-        for column, align in (("phase", "left"), ("axis", "left"), ("primitive", "left"), ("calls", "right"),
-                              ("planned", "right"), ("measured", "right"), ("", "left")):
+        for column, align in (
+            ("phase", "left"),
+            ("axis", "left"),
+            ("primitive", "left"),
+            ("calls", "right"),
+            ("planned", "right"),
+            ("measured", "right"),
+            ("", "left"),
+        ):
             table.add_column(column, justify=align)
         for row in rows:
-            table.add_row(row.phase, row.axis, row.op, f"{sum(row.measured_calls):,}", f"{sum(row.predicted_sent):,}",
-                          f"{sum(row.measured_sent):,}", "equal" if row.ok else "DIFFERS")
+            table.add_row(
+                row.phase,
+                row.axis,
+                row.op,
+                f"{sum(row.measured_calls):,}",
+                f"{sum(row.predicted_sent):,}",
+                f"{sum(row.measured_sent):,}",
+                "equal" if row.ok else "DIFFERS",
+            )
         console.print(table)
     if summary.text:
         console.print("a sample of what it writes:", style="bold")
@@ -99,6 +112,17 @@ def _end(summary, rank: int, as_json: bool) -> int:
     return 1 if wrong else 0
 
 
+def _check_data(job: Job) -> None:
+    """Builds the token file if there is none yet, and raises RequestError for data that this job cannot train on."""
+    from shoal.train.data.batches import Dataset, check_vocabulary
+    from shoal.train.data.corpus import prepare
+    from shoal.train.metrics import check_log
+
+    check_log(job.train.log)
+    dataset = Dataset(prepare(job.data, show_progress=True), job.data, "train")
+    check_vocabulary(dataset.file, job.model.vocab)
+
+
 def _check_folder(out: Path) -> None:
     """Raises RequestError when the output folder cannot be made or written; leaves nothing behind that was not there."""
     existing = out
@@ -106,5 +130,6 @@ def _check_folder(out: Path) -> None:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise RequestError(
-            "train.out", f"train.out = {out} cannot be written ({existing} does not allow it); a folder of yours, such as runs/first, would do"
+            "train.out",
+            f"train.out = {out} cannot be written ({existing} does not allow it); a folder of yours, such as runs/first, would do",
         )

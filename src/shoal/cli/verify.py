@@ -44,7 +44,9 @@ def show(verdict, console: Console) -> None:
     table.add_column("measured", justify="right", overflow="fold")
     table.add_column("")
     for kind, error in verdict.errors.items():
-        table.add_row(f"{kind}: largest error", "0", f"{error.value:.1e}", "ok" if error.value <= verdict.limit else "DIFFERS")
+        table.add_row(
+            f"{kind}: largest error", "0", f"{error.value:.1e}", "ok" if error.value <= verdict.limit else "DIFFERS"
+        )
     for row in verdict.rows:
         table.add_row(
             f"{row.phase} {row.op} over {row.axis}",

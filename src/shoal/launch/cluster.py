@@ -55,7 +55,9 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     try:
         return int(text or "")
     except ValueError:
-        raise RequestError(name, f"{name} = {text!r} in the environment is not a whole number; torchrun sets it") from None
+        raise RequestError(
+            name, f"{name} = {text!r} in the environment is not a whole number; torchrun sets it"
+        ) from None
 
 
 def _first_host(environment: Mapping[str, str]) -> str:

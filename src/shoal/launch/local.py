@@ -42,7 +42,9 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError:
-            raise RequestError("machine.port", f"machine.port = {port} is in use on this machine; 0 takes any free port") from None
+            raise RequestError(
+                "machine.port", f"machine.port = {port} is in use on this machine; 0 takes any free port"
+            ) from None
 
 
 def run_local(function: Callable[..., Any], ranks: int, *arguments: Any, port: int = 0) -> list[Any]:

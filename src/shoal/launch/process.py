@@ -36,7 +36,8 @@ def connected(job: Job, place: Place | None) -> Iterator[World]:
     ranks = 1 if place is None else place.world
     if job.layout.world != ranks:
         raise RequestError(
-            "layout", f"layout = {job.layout} needs {job.layout.world} ranks, but {ranks} were started; --layout dp={ranks} would do"
+            "layout",
+            f"layout = {job.layout} needs {job.layout.world} ranks, but {ranks} were started; --layout dp={ranks} would do",
         )
     device = device_of(job.machine, place.local_rank if place else 0)
     torch.set_num_threads(job.machine.threads or max(1, (os.cpu_count() or 1) // (place.local_world if place else 1)))

@@ -167,5 +167,3 @@ def _line(job: Job, world: World, result: StepResult, tally: Tally, seconds: flo
         "utilisation": flops / (peak * world.size) if peak else None,
         "peak_memory": peak_memory(world.device.type),
     }
-
-

@@ -97,7 +97,8 @@ def check_log(log: Sequence[str]) -> None:
 
 def _missing(name: str) -> RequestError:
     return RequestError(
-        "train.log", f"train.log = {name} needs the package {name}, which is not installed; pip install 'shoal[log]' brings it"
+        "train.log",
+        f"train.log = {name} needs the package {name}, which is not installed; pip install 'shoal[log]' brings it",
     )
 
 

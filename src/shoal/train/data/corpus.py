@@ -46,7 +46,8 @@ def sources(path: str) -> list[Path]:
         found = sorted(file for file in given.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not found:
             raise RequestError(
-                "data.path", f"data.path = {shown(path)} holds no {', '.join(SUFFIXES)} file; a folder with text would do"
+                "data.path",
+                f"data.path = {shown(path)} holds no {', '.join(SUFFIXES)} file; a folder with text would do",
             )
         return found
     if not given.exists():
@@ -74,7 +75,8 @@ def pieces(files: Iterable[Path], field: str, lenient: bool = False) -> Iterator
                 ) from None
         except OSError as error:
             raise RequestError(
-                "data.path", f"data.path: {shown(file)} cannot be read ({error.strerror}); a file that you may read would do"
+                "data.path",
+                f"data.path: {shown(file)} cannot be read ({error.strerror}); a file that you may read would do",
             ) from None
         before += file.stat().st_size
 
@@ -159,7 +161,9 @@ def _lines(file: Path, field: str) -> Iterator[Piece]:
                 ) from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                keys = [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+                keys = (
+                    [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+                )
                 hint = f"{keys[0]} would do" if keys else f'{{"{field}": "..."}} would do'
                 raise RequestError(
                     "data.field", f"data.field = {field} is no text in line {number} of {shown(file)}; {hint}"

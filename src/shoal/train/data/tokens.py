@@ -107,7 +107,8 @@ class TokenWriter:
         """Appends ids; ends: whether the document ends with them."""
         if len(ids) and int(ids.max()) >= self.vocab:
             raise RequestError(
-                "model.vocab", f"token id {int(ids.max())} lies outside the vocabulary of {self.vocab}; a larger one would do"
+                "model.vocab",
+                f"token id {int(ids.max())} lies outside the vocabulary of {self.vocab}; a larger one would do",
             )
         self.pending.append(ids.astype(self.kind))
         self.pending_ids += len(ids)
@@ -128,9 +129,20 @@ class TokenWriter:
         ends = np.asarray(self.ends, dtype="<u8")
         self.file.write(ends)
         self.file.flush()
-        tokens = np.memmap(self.unfinished, self.kind, "r", HEADER, (self.written,)) if self.written else np.empty(0, self.kind)
+        tokens = (
+            np.memmap(self.unfinished, self.kind, "r", HEADER, (self.written,))
+            if self.written
+            else np.empty(0, self.kind)
+        )
         header = Header(
-            self.written, len(ends), self.kind.itemsize, self.vocab, self.tokenizer, zlib.crc32(ends), _edges(tokens), self.check
+            self.written,
+            len(ends),
+            self.kind.itemsize,
+            self.vocab,
+            self.tokenizer,
+            zlib.crc32(ends),
+            _edges(tokens),
+            self.check,
         )
         fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, **asdict(header)}
         fields["check"] = zlib.crc32(json.dumps(fields).encode())
