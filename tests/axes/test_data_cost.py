@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shoal.axes.data import cost
 from shoal.spec.inventory import elements, inventory, parameter_count
 from shoal.spec.model import ModelSpec

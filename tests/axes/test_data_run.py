@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from shoal.axes.data.run import GradientSync
 from shoal.comm.collectives import Handle
 from shoal.comm.ledger import Ledger

@@ -1,6 +1,7 @@
 """A process finds its place from torchrun's or Slurm's variables, and only from a whole set of them."""
 
 import pytest
+
 from shoal.launch.cluster import find_place
 from shoal.spec.errors import RequestError
 

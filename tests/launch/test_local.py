@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+
 from shoal.launch.local import RankDied, check_port, run_local
 from shoal.spec.errors import RequestError
 
@@ -22,7 +23,7 @@ def test_a_rank_killed_by_a_signal_ends_the_others_within_seconds():
 
 
 def test_the_traceback_shown_is_that_of_the_rank_at_fault():
-    with pytest.raises(RankDied, match="(?s)rank 1 died.*ZeroDivisionError"):
+    with pytest.raises(RankDied, match=r"(?s)rank 1 died.*ZeroDivisionError"):
         run_local(_divide, 2)
 
 
@@ -35,7 +36,7 @@ def test_a_port_in_use_is_refused_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(RequestError, match="machine.port = .* is in use"):
+        with pytest.raises(RequestError, match=r"machine.port = .* is in use"):
             check_port(taken.getsockname()[1])
 
 

@@ -3,16 +3,14 @@
 import json
 
 import pytest
+
 from shoal.axes.data import cost
 from shoal.axes.data.run import GradientSync
-from shoal.comm.collectives import Handle
 from shoal.cli.main import main
+from shoal.comm.collectives import Handle
 from shoal.plan import traffic
-from shoal.spec.job import DataSpec, Job, TrainSpec
-from shoal.spec.layout import Layout
-from shoal.spec.machine import Machine
-from shoal.spec.presets import MODELS
 from shoal.spec.build import job_from_tree
+from shoal.spec.presets import MODELS
 from shoal.verify.trial import trial
 from shoal.verify.verify import shrink, small_job, verify
 

@@ -75,16 +75,11 @@ def _end(summary, rank: int, as_json: bool) -> int:
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     if rows:
         table = Table(title="transfers of rank 0 over the whole run, bytes sent")
-        for column, align in (
-            ("phase", "left"),
-            ("axis", "left"),
-            ("primitive", "left"),
-            ("calls", "right"),
-            ("planned", "right"),
-            ("measured", "right"),
-            ("", "left"),
-        ):
-            table.add_column(column, justify=align)
+        for column in ("phase", "axis", "primitive"):
+            table.add_column(column)
+        for column in ("calls", "planned", "measured"):
+            table.add_column(column, justify="right")
+        table.add_column("")
         for row in rows:
             table.add_row(
                 row.phase,

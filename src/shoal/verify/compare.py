@@ -12,7 +12,7 @@ class Record:
 
     losses: list[float]
     grad_norms: list[float]
-    gradients: list[Mapping[str, np.ndarray]]
+    gradients: Sequence[Mapping[str, np.ndarray]]
     weights: Mapping[str, np.ndarray]
     transfers: list
 

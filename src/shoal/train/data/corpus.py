@@ -133,14 +133,15 @@ def cache_folder(data: DataSpec) -> Path:
 
 def _text(file: Path, field: str) -> Iterator[Piece]:
     """A text file as one document, cut after white space into pieces of about PIECE characters."""
-    rest = ""
+    rest, read = "", 0
     with file.open(encoding="utf-8", newline="") as text:
         while block := text.read(PIECE):
             rest += block
             cut = max(rest.rfind(" "), rest.rfind("\n")) + 1 or len(rest)
-            yield Piece(rest[:cut], False, text.buffer.tell())
+            read += len(block.encode())
+            yield Piece(rest[:cut], False, read)
             rest = rest[cut:]
-        yield Piece(rest, True, text.buffer.tell())
+        yield Piece(rest, True, read)
 
 
 def _lines(file: Path, field: str) -> Iterator[Piece]:

@@ -56,7 +56,7 @@ class TokenFile:
         if path.stat().st_size != size:
             raise _damaged(path, f"it has {path.stat().st_size:,} bytes and should have {size:,}")
         file = cls(path, header)
-        if zlib.crc32(file.ends) != header.index_check or _edges(file.tokens) != header.edge_check:
+        if zlib.crc32(file.ends.tobytes()) != header.index_check or _edges(file.tokens) != header.edge_check:
             raise _damaged(path, "its checksums do not fit its content")
         return file
 
@@ -64,7 +64,7 @@ class TokenFile:
         """Reads every id and holds it against the checksum; raises RequestError naming data.path."""
         check = 0
         for start in range(0, len(self.tokens), FLUSH):
-            check = zlib.crc32(self.tokens[start : start + FLUSH], check)
+            check = zlib.crc32(self.tokens[start : start + FLUSH].tobytes(), check)
         if check != self.header.whole_check:
             raise _damaged(self.path, "the checksum of its ids does not fit them")
 
@@ -119,15 +119,15 @@ class TokenWriter:
 
     def _flush(self) -> None:
         block = np.concatenate(self.pending) if self.pending else np.empty(0, self.kind)
-        self.check = zlib.crc32(block, self.check)
-        self.file.write(block)
+        self.check = zlib.crc32(block.tobytes(), self.check)
+        self.file.write(block.tobytes())
         self.written += len(block)
         self.pending, self.pending_ids = [], 0
 
     def _finish(self) -> None:
         self._flush()
         ends = np.asarray(self.ends, dtype="<u8")
-        self.file.write(ends)
+        self.file.write(ends.tobytes())
         self.file.flush()
         tokens = (
             np.memmap(self.unfinished, self.kind, "r", HEADER, (self.written,))
@@ -140,7 +140,7 @@ class TokenWriter:
             self.kind.itemsize,
             self.vocab,
             self.tokenizer,
-            zlib.crc32(ends),
+            zlib.crc32(ends.tobytes()),
             _edges(tokens),
             self.check,
         )
@@ -175,7 +175,7 @@ def _read_header(path: Path) -> Header:
 def _edges(tokens: np.ndarray) -> int:
     """CRC-32 of the first and the last EDGE bytes."""
     count = EDGE // tokens.itemsize
-    return zlib.crc32(np.ascontiguousarray(tokens[-count:]), zlib.crc32(np.ascontiguousarray(tokens[:count])))
+    return zlib.crc32(tokens[-count:].tobytes(), zlib.crc32(tokens[:count].tobytes()))
 
 
 def _damaged(path: Path, why: str) -> RequestError:
