@@ -1,7 +1,8 @@
 """How fast and how large is shoal's decoder on one process, next to the same model in plain torch modules?
 
-Both take training steps (forward, loss, backward, fused AdamW) on the same tokens from the same weights, in turns, so
-that whatever else the machine does meets both; medians are compared. Peak memory is that of a process of its own each.
+Both take training steps (forward, loss, backward, fused AdamW) on the same tokens from the same weights. Each runs in a
+process of its own, as in real life, where neither inherits the other's heap; they step in turns, so that whatever else
+the machine does meets both, and the median over rounds is compared.
 
     python benchmarks/single.py                          # 5 million parameters, 8 x 256 tokens, float32, eager
     python benchmarks/single.py --vocab 8192 --compile   # a vocabulary as tokenizers have, eager and torch.compile
@@ -98,7 +99,7 @@ def copy_weights(source: Decoder, spec: ModelSpec, target: Plain) -> None:
     target.load_state_dict(state, strict=False)
 
 
-def trainer(kind: str, spec: ModelSpec, args: argparse.Namespace, compiled: bool) -> Callable[[], float]:
+def trainer(kind: str, compiled: bool, spec: ModelSpec, args: argparse.Namespace) -> Callable[[], float]:
     """A function that takes one training step of "shoal" or "plain" and returns its mean loss."""
     dtype = DTYPES[args.dtype]
     random = torch.Generator().manual_seed(0)
@@ -128,40 +129,57 @@ def trainer(kind: str, spec: ModelSpec, args: argparse.Namespace, compiled: bool
     return step
 
 
-def compare(spec: ModelSpec, args: argparse.Namespace, compiled: bool) -> dict:
-    """Medians of both over interleaved rounds, their ratio (above 1: shoal is faster) and their losses."""
-    steps = {kind: trainer(kind, spec, args, compiled) for kind in ("shoal", "plain")}
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    losses: dict[str, list[float]] = {kind: [] for kind in steps}
-    for round_ in range(args.warmup + args.rounds):
-        for kind in steps if round_ % 2 else reversed(steps):
-            started = time.perf_counter()
-            losses[kind].append(steps[kind]())
-            times[kind].append(time.perf_counter() - started)
-    seconds = {kind: statistics.median(taken[args.warmup :]) for kind, taken in times.items()}
-    ratios = [plain / shoal for shoal, plain in zip(*(times[kind][args.warmup :] for kind in times), strict=True)]
-    return {
-        "mode": "compiled" if compiled else "eager",
-        "seconds": seconds,
-        "tokens_per_s": {kind: args.batch * args.sequence / taken for kind, taken in seconds.items()},
-        "ratio": statistics.median(ratios),
-        "loss_difference": max(abs(a - b) for a, b in zip(*losses.values(), strict=True)),
-    }
+def work(kind: str, mode: str, spec: ModelSpec, args: argparse.Namespace) -> None:
+    """The child's side: one step for every line read; prints its seconds, its loss and the peak memory so far, bytes.
 
-
-def measure_memory(kind: str, spec: ModelSpec, args: argparse.Namespace) -> None:
-    """Prints the peak memory in bytes that three eager steps need beyond a process that has imported torch."""
+    Memory counts from before the model is built, so torch itself is not in it.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step = trainer(kind, spec, args, compiled=False)
-    for _ in range(3):
-        step()
-    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    step = trainer(kind, mode == "compiled", spec, args)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - started
+        memory = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        print(json.dumps([seconds, loss, memory]), flush=True)
 
 
-def peak_memory(kind: str) -> int:
-    """Peak memory of three steps, measured in a process of its own with this one's arguments."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", kind]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+class Child:
+    """A process that trains one kind of model, step by step on request."""
+
+    def __init__(self, kind: str, mode: str):
+        command = [sys.executable, __file__, *sys.argv[1:], "--work", kind, mode]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def step(self) -> tuple[float, float, int]:
+        """Seconds, loss and peak memory in bytes."""
+        assert self.process.stdin and self.process.stdout
+        print(file=self.process.stdin, flush=True)
+        seconds, loss, memory = json.loads(self.process.stdout.readline())
+        return seconds, loss, memory
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def compare(mode: str, args: argparse.Namespace) -> dict:
+    """Both kinds over interleaved rounds. ratio: median over rounds of plain's time over shoal's; above 1, shoal is faster."""
+    children = {kind: Child(kind, mode) for kind in ("shoal", "plain")}
+    taken: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in children}
+    for turn in range(args.warmup + args.rounds):
+        for kind in children if turn % 2 else reversed(children):
+            taken[kind].append(children[kind].step())
+    for child in children.values():
+        child.end()
+    timed = {kind: [seconds for seconds, _, _ in steps[args.warmup :]] for kind, steps in taken.items()}
+    losses = [[loss for _, loss, _ in steps] for steps in taken.values()]
+    return {
+        "mode": mode,
+        "tokens_per_s": {kind: args.batch * args.sequence / statistics.median(timed[kind]) for kind in timed},
+        "ratio": statistics.median(b / a for a, b in zip(timed["shoal"], timed["plain"], strict=True)),
+        "peak_memory": {kind: steps[-1][2] for kind, steps in taken.items()},
+        "loss_difference": max(abs(a - b) for a, b in zip(*losses, strict=True)),
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -173,7 +191,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--compile", action="store_true", help="also with torch.compile")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
-    parser.add_argument("--memory-of", choices=("shoal", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -182,24 +200,25 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     spec = ModelSpec(layers=args.layers, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, vocab=args.vocab)
-    if args.memory_of:
-        measure_memory(args.memory_of, spec, args)
+    if args.work:
+        work(*args.work, spec, args)
         return
-    memory = {kind: peak_memory(kind) for kind in ("shoal", "plain")}
-    results = [compare(spec, args, compiled) for compiled in ((False, True) if args.compile else (False,))]
+    results = [compare(mode, args) for mode in (("eager", "compiled") if args.compile else ("eager",))]
     if args.json:
-        print(json.dumps({"parameters": parameter_count(spec), "peak_memory": memory, "results": results}))
+        print(json.dumps({"parameters": parameter_count(spec), "results": results}))
         return
     print(
         f"{parameter_count(spec) / 1e6:.1f} million parameters, {args.batch} x {args.sequence} tokens, {args.dtype}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     )
-    print(f"{'':10}{'shoal':>14}{'plain torch':>14}   shoal is")
+    print(f"{'':10}{'shoal':>12}{'plain torch':>14}")
     for result in results:
         shoal, plain = (result["tokens_per_s"][kind] for kind in ("shoal", "plain"))
-        print(f"{result['mode']:10}{shoal:8.0f} tok/s{plain:8.0f} tok/s   {result['ratio']:.3f} times as fast")
-    shoal, plain = (memory[kind] / 2**20 for kind in ("shoal", "plain"))
-    print(f"{'memory':10}{shoal:10.0f} MiB{plain:10.0f} MiB   {shoal / plain:.3f} of the size")
+        print(
+            f"{result['mode']:10}{shoal:12,.0f}{plain:14,.0f}  tokens/s; shoal is {result['ratio']:.3f} times as fast"
+        )
+        shoal, plain = (result["peak_memory"][kind] / 2**20 for kind in ("shoal", "plain"))
+        print(f"{'':10}{shoal:12,.0f}{plain:14,.0f}  MiB at most; shoal takes {shoal / plain:.3f} of plain's")
 
 
 if __name__ == "__main__":

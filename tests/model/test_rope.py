@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from shoal.model.rope import Rotate, frequencies, rotation
+from shoal.model.rope import frequencies, rotated, rotation
 from shoal.spec.model import RopeSpec
 
 
@@ -45,7 +45,7 @@ def test_scores_depend_on_distance_only():
 
     def score(query_at: int, key_at: int) -> float:
         at = [rotation(rope, size, torch.tensor([[place]]), torch.float64) for place in (query_at, key_at)]
-        return float((Rotate.apply(q, *at[0]) * Rotate.apply(k, *at[1])).sum())
+        return float((rotated(q, at[0]) * rotated(k, at[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(1007, 1003), rel=1e-9)
     assert score(7, 3) != pytest.approx(score(8, 3), rel=1e-3)
@@ -58,7 +58,7 @@ def test_turns_as_complex_numbers():
     positions = torch.tensor([range(9), range(100, 109)])
     angles = positions[..., None, None] * 50.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
     turned = torch.complex(x[..., :6], x[..., 6:]) * torch.polar(torch.ones_like(angles), angles)
-    ours = Rotate.apply(x, *rotation(rope, size, positions, torch.float64))
+    ours = rotated(x, rotation(rope, size, positions, torch.float64))
     torch.testing.assert_close(ours, torch.cat((turned.real, turned.imag), dim=-1), rtol=1e-12, atol=1e-12)
 
 

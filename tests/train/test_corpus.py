@@ -120,16 +120,29 @@ def test_memory_stays_bounded_for_a_corpus_larger_than_it(tmp_path):
     assert int(grown) < 50, f"grew by {grown} MB"
 
 
+def put(name, content):
+    """Makes a corpus file with this content."""
+
+    def make(folder):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return make
+
+
 BAD = {
     "missing": (lambda folder: folder / "nowhere.txt", r"data\.path = .*does not exist"),
-    "near miss": (lambda folder: (folder / "corpus.txt").write_text("x") and folder / "korpus.txt", "did you mean .*corpus.txt"),
-    "empty file": (lambda folder: (folder / "a.txt").touch() or folder / "a.txt", r"data\.path = .*holds no text"),
+    "near miss": (
+        lambda folder: put("corpus.txt", b"x")(folder) and folder / "korpus.txt",
+        "did you mean .*corpus.txt",
+    ),
+    "empty file": (put("a.txt", b""), r"data\.path = .*holds no text"),
     "empty folder": (lambda folder: (folder / "e").mkdir() or folder / "e", r"data\.path = .*holds no \.txt"),
-    "not UTF-8": (lambda folder: (folder / "a.txt").write_bytes(b"a\xffb") and folder / "a.txt", "is not UTF-8 text"),
-    "not JSON": (lambda folder: (folder / "a.jsonl").write_text('{"text": "a"}\nb') and folder / "a.jsonl", "line 2 of .* is not JSON"),
-    "other field": (lambda folder: (folder / "a.jsonl").write_text('{"body": "a"}') and folder / "a.jsonl", r"data\.field = text is no text in line 1.*body would do"),
-    "not an object": (lambda folder: (folder / "a.jsonl").write_text("[1]") and folder / "a.jsonl", r"data\.field = text is no text"),
-}  # fmt: skip
+    "not UTF-8": (put("a.txt", b"a\xffb"), "is not UTF-8 text"),
+    "not JSON": (put("a.jsonl", b'{"text": "a"}\nb'), "line 2 of .* is not JSON"),
+    "other field": (put("a.jsonl", b'{"body": "a"}'), r"data\.field = text is no text in line 1.*body would do"),
+    "not an object": (put("a.jsonl", b"[1]"), r"data\.field = text is no text"),
+}
 
 
 @pytest.mark.parametrize("kind", BAD)

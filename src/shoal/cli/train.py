@@ -10,11 +10,12 @@ from rich.table import Table
 
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.launch.cluster import Place, find_place
-from shoal.launch.local import RankDied, Stopped, check_port, run_local
+from shoal.launch.local import RankDied, Stopped, check_port, run_local, stoppable
 from shoal.plan.runnable import refuse_unbuilt
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
+from shoal.train.summary import NotFinite, Summary
 from shoal.verify.audit import audit
 
 BASE = {"model": {"preset": "demo"}}
@@ -32,32 +33,37 @@ def run(arguments: argparse.Namespace) -> int:
         print(job_toml(job), end="")
         return 0
     place = find_place(os.environ, job.machine.port)
+    try:
+        with stoppable():
+            summary = _train(job, place, arguments.json)
+    except Stopped as stopped:
+        print(f"shoal: {stopped}; the steps done are in {job.train.out}/metrics.jsonl", file=sys.stderr)
+        return 128 + stopped.number
+    except (RankDied, NotFinite) as failed:
+        print(f"shoal: {failed}", file=sys.stderr)
+        return 1
+    return _end(summary, arguments.json) if place is None or place.rank == 0 else 0
+
+
+def _train(job: Job, place: Place | None, as_json: bool) -> Summary:
+    """The Summary of this rank when others started it, else that of rank 0 of the ranks started here."""
     if place is not None:
-        return _end(train_rank(job, place, arguments.json), place.rank, arguments.json)
+        return train_rank(job, place, as_json)
     # Here, so that what is wrong with the request is said before any rank starts.
     check_port(job.machine.port)
     _check_folder(Path(job.train.out))
     _check_data(job)
-    try:
-        if job.layout.world == 1:
-            summary = train_rank(job, None, arguments.json)
-        else:
-            summary = run_local(_train_local_rank, job.layout.world, job, arguments.json, port=job.machine.port)[0]
-    except Stopped as stopped:
-        print(f"shoal: {stopped}; the steps done are in {job.train.out}/metrics.jsonl", file=sys.stderr)
-        return 128 + stopped.number
-    except RankDied as died:
-        print(f"shoal: {died}", file=sys.stderr)
-        return 1
-    return _end(summary, 0, arguments.json)
+    if job.layout.world == 1:
+        return train_rank(job, None, as_json)
+    return run_local(_train_local_rank, job.layout.world, job, as_json, port=job.machine.port)[0]
 
 
-def _train_local_rank(job: Job, as_json: bool):
+def _train_local_rank(job: Job, as_json: bool) -> Summary:
     """What each process of run_local calls."""
     return train_rank(job, find_place(os.environ), as_json)
 
 
-def train_rank(job: Job, place: Place | None, as_json: bool):
+def train_rank(job: Job, place: Place | None, as_json: bool) -> Summary:
     """Trains as one rank; the Summary of this rank."""
     from shoal.launch.process import connected
     from shoal.train.data.corpus import prepare
@@ -68,9 +74,8 @@ def train_rank(job: Job, place: Place | None, as_json: bool):
         return train(job, world, tokens, sys.stderr if as_json else sys.stdout)
 
 
-def _end(summary, rank: int, as_json: bool) -> int:
-    if rank != 0:
-        return 0
+def _end(summary: Summary, as_json: bool) -> int:
+    """Shows how the run ended; the exit code."""
     rows = audit([summary.predicted], [summary.measured])
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     if rows:

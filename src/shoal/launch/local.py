@@ -10,11 +10,16 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shoal.launch.worker import LOST_PEER
 from shoal.spec.errors import RequestError
+
+
+GRACE = 2.0  # seconds that a rank which only lost its peer waits, so that the launcher sees the peer's own end first
 
 
 class RankDied(RuntimeError):
@@ -25,12 +30,27 @@ class RankDied(RuntimeError):
         super().__init__(f"rank {rank} died; the other ranks were ended\n{said}")
 
 
-class Stopped(Exception):
-    """Somebody ended the run with a signal (Ctrl-C, SIGTERM): `number` is the signal's."""
+class Stopped(BaseException):
+    """Somebody ended the run with a signal (Ctrl-C, SIGTERM): `number` is the signal's. No error, so no Exception."""
 
     def __init__(self, number: int):
         self.number = number
         super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM raise Stopped in the main thread, so that files are closed and ranks ended."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_port(port: int) -> None:
@@ -58,7 +78,7 @@ def run_local(function: Callable[..., Any], ranks: int, *arguments: Any, port: i
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     check_port(port)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    _silence("torch.distributed.elastic", "torch.multiprocessing")
     multiprocessing.set_forkserver_preload(["shoal.launch.preload"])
     with tempfile.TemporaryDirectory(prefix="shoal-") as logs:
         config = LaunchConfig(
@@ -83,10 +103,22 @@ def run_local(function: Callable[..., Any], ranks: int, *arguments: Any, port: i
     return [results[rank] for rank in range(ranks)]
 
 
+def _silence(*packages: str) -> None:
+    """The launcher's own log lines would stand between a person and the one line that says what happened."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(packages):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _quiet_on_signals(function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs in each rank: Ctrl-C reaches the whole terminal group, and one message, the parent's, is enough."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return function(*arguments)
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        if _lost_its_peer(str(error)):
+            time.sleep(GRACE)
+        raise
 
 
 def _explain(failed: Any) -> Exception:

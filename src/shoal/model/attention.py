@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model.rope import Rotate, Rotation
+from shoal.model.norm import RMSNorm
+from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
 
 
@@ -64,8 +65,8 @@ class Attention(nn.Module):
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_size
         self.qkv = nn.Linear(spec.hidden, rows, bias=spec.qkv_bias)
         if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps)
-            self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps)
+            self.q_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
+            self.k_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
         self.qk_norm = spec.qk_norm
         self.out = nn.Linear(spec.heads * spec.head_size, spec.hidden, bias=spec.output_bias)
 
@@ -78,5 +79,5 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
-            q, k = Rotate.apply(q, *turn), Rotate.apply(k, *turn)
+            q, k = rotated(q, turn), rotated(k, turn)
         return self.out(attend(q, k, v, mask, self.window).flatten(2))

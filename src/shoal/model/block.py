@@ -5,14 +5,9 @@ from torch import Tensor, nn
 from shoal.model.attention import Attention
 from shoal.model.dropout import Noise, dropped
 from shoal.model.mlp import mlp
+from shoal.model.norm import norm
 from shoal.model.rope import Rotation
 from shoal.spec.model import ModelSpec
-
-
-def norm(spec: ModelSpec) -> nn.Module:
-    """The norm over hidden that the model asks for."""
-    kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
-    return kind(spec.hidden, eps=spec.norm_eps)
 
 
 class Block(nn.Module):

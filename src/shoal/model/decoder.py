@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.model.attention import visible
-from shoal.model.block import Block, norm
+from shoal.model.block import Block
 from shoal.model.dropout import DropoutKey, dropped
 from shoal.model.loss import head_loss
+from shoal.model.norm import norm
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec
 

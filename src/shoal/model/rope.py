@@ -54,11 +54,17 @@ def rotation(rope: RopeSpec, head_size: int, positions: Tensor, dtype: torch.dty
     return (angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype)
 
 
-class Rotate(torch.autograd.Function):
-    """x (b, s, n, d) turned by the rotation, computed in the rotation's dtype; backward turns the other way.
+def rotated(x: Tensor, turn: Rotation) -> Tensor:
+    """x (b, s, n, d) turned by the rotation, computed in the rotation's dtype."""
+    cos, sin = turn
+    if torch.compiler.is_compiling():  # the compiler fuses the plain expression, and cannot follow `out=`
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return _Rotated.apply(x, cos, sin)
 
-    Written out because autograd of the plain expression walks the tensor about twice as often.
-    """
+
+class _Rotated(torch.autograd.Function):
+    """Keeps only the angles: backward turns the other way. Both write their result in place."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,11 +78,9 @@ class Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat(
-        (
-            torch.addcmul(first * cos, second, sin, value=-sign),
-            torch.addcmul(second * cos, first, sin, value=sign),
-        ),
-        dim=-1,
-    ).to(x.dtype)
+    x_accurate = x.to(cos.dtype)
+    y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    (first, second), (y_first, y_second) = x_accurate.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    torch.mul(first, cos, out=y_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=y_second).addcmul_(first, sin, value=sign)
+    return y.to(x.dtype)

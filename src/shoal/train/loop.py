@@ -20,15 +20,11 @@ from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
 from shoal.train.metrics import MetricsWriter
+from shoal.train.summary import NotFinite, Summary
 from shoal.train.trainer import StepResult, Trainer
-from shoal.transfer import Transfer
 
 PROMPT = "def "  # what the sample at the end of a run continues
 SAMPLE_TEMPERATURE = 0.7
-
-
-class NotFinite(RuntimeError):
-    """Too many steps in a row had a loss or gradients that are not finite."""
 
 
 @dataclass
@@ -48,29 +44,6 @@ class Tally:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             self.losses.append(result.loss)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended, as this rank saw it. Losses in nats per token, peak_memory in bytes; text: what the model wrote."""
-
-    out: str
-    steps: int
-    first_loss: float
-    loss: float
-    eval_loss: float | None
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-    skipped: int
-    peak_memory: int
-    text: str
-    predicted: list[Transfer]
-    measured: list[Transfer]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the transfers."""
-        return {name: value for name, value in asdict(self).items() if name not in ("predicted", "measured")}
 
 
 def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:

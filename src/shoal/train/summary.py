@@ -1,0 +1,33 @@
+"""How a training run ended. No torch, so that the command can speak of it before and after."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.transfer import Transfer
+
+
+class NotFinite(RuntimeError):
+    """Too many steps in a row had a loss or gradients that are not finite."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended, as this rank saw it. Losses in nats per token, peak_memory in bytes; text: what the model wrote."""
+
+    out: str
+    steps: int
+    first_loss: float
+    loss: float
+    eval_loss: float | None
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    skipped: int
+    peak_memory: int
+    text: str
+    predicted: list[Transfer]
+    measured: list[Transfer]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the transfers."""
+        return {name: value for name, value in asdict(self).items() if name not in ("predicted", "measured")}
