@@ -138,7 +138,9 @@ def running(tmp_path, corpus, *words):
 def left_behind(process):
     """Processes of the ended command's session that are there a moment later still (helpers end on their pipes)."""
     for _ in range(50):
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True
+        ).stdout
         if not listed:
             break
         time.sleep(0.1)

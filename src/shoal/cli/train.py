@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -51,8 +52,8 @@ def _train(job: Job, place: Place | None, as_json: bool) -> Summary:
         return train_rank(job, place, as_json)
     # Here, so that what is wrong with the request is said before any rank starts.
     check_port(job.machine.port)
-    _check_folder(Path(job.train.out))
     _check_data(job)
+    _check_folder(Path(job.train.out))
     if job.layout.world == 1:
         return train_rank(job, None, as_json)
     return run_local(_train_local_rank, job.layout.world, job, as_json, port=job.machine.port)[0]
@@ -124,12 +125,12 @@ def _check_data(job: Job) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Raises RequestError when the output folder cannot be made or written; leaves nothing behind that was not there."""
-    existing = out
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    """Makes the output folder; raises RequestError when it cannot be made or written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
         raise RequestError(
             "train.out",
-            f"train.out = {out} cannot be written ({existing} does not allow it); a folder of yours, such as runs/first, would do",
-        )
+            f"train.out = {out} cannot be written ({error.strerror}); a folder of yours, runs/first, would do",
+        ) from None

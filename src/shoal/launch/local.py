@@ -18,7 +18,6 @@ from typing import Any
 from shoal.launch.worker import LOST_PEER
 from shoal.spec.errors import RequestError
 
-
 GRACE = 2.0  # seconds that a rank which only lost its peer waits, so that the launcher sees the peer's own end first
 
 
