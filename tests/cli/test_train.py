@@ -67,6 +67,12 @@ def test_json_is_one_document_on_stdout_and_all_else_is_on_stderr(tmp_path, corp
     assert "step 1/4" in done.stderr
 
 
+def test_nothing_held_out_is_null_in_json(tmp_path, corpus):
+    done = train(corpus, tmp_path / "run", "--data.eval_fraction", "0", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["eval_loss"] is None
+    assert metrics(tmp_path / "run")[-1]["eval_loss"] is None
+
+
 def test_the_run_folder_holds_the_whole_job(tmp_path, corpus):
     assert train(corpus, tmp_path / "run", "--train.learning_rate", "5e-4").returncode == 0
     job = job_from_tree(read_toml(tmp_path / "run" / "job.toml"))

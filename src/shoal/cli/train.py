@@ -81,16 +81,13 @@ def _end(summary: Summary, as_json: bool) -> int:
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False)
     if rows:
         table = Table(title="transfers of rank 0 over the whole run, bytes sent")
-        for column in ("phase", "axis", "primitive"):
-            table.add_column(column)
+        table.add_column("transfer")
         for column in ("calls", "planned", "measured"):
             table.add_column(column, justify="right")
         table.add_column("")
         for row in rows:
             table.add_row(
-                row.phase,
-                row.axis,
-                row.op,
+                f"{row.phase} {row.op} over {row.axis}",
                 f"{sum(row.measured_calls):,}",
                 f"{sum(row.predicted_sent):,}",
                 f"{sum(row.measured_sent):,}",

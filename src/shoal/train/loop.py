@@ -32,7 +32,7 @@ class Tally:
     """What a run has done so far. Losses in nats per token; `tokens` counts the valid ones, of all ranks."""
 
     losses: list[float] = field(default_factory=list)
-    eval_loss: float | None = None
+    eval_loss: float = math.nan
     evaluations: int = 0
     tokens: int = 0
     skipped: int = 0

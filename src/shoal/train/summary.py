@@ -1,5 +1,6 @@
 """How a training run ended. No torch, so that the command can speak of it before and after."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ class Summary:
     steps: int
     first_loss: float
     loss: float
-    eval_loss: float | None
+    eval_loss: float  # nan when nothing is held out
     tokens: int
     seconds: float
     tokens_per_s: float
@@ -29,5 +30,9 @@ class Summary:
     measured: list[Transfer]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the transfers."""
-        return {name: value for name, value in asdict(self).items() if name not in ("predicted", "measured")}
+        """For JSON, without the transfers; what is not finite becomes None, since JSON knows no NaN."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+            if name not in ("predicted", "measured")
+        }
