@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.axes.data.run import GradientSync
+from shoal.axes.data.run import DataParallel
 from shoal.comm.collectives import Handle
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
@@ -130,24 +130,24 @@ def order_of_events(rank, world, job):
     order = []
     here = World(Mesh.of(job.layout), rank, Ledger())
     trainer = Trainer(job, here, MadeUpBatches(job, rank))
-    launch, loss = trainer.sync._launch, trainer.model.loss
+    leave, loss = trainer.states._leave, trainer.model.loss
     passes = iter(range(99))
 
-    def watched_launch(bucket):
+    def watched_leave(bucket):
         order.append("all_reduce")
-        launch(bucket)
+        leave(bucket)
 
     def watched_loss(*arguments, **options):
         order.append(f"micro-batch {next(passes)}")
         return loss(*arguments, **options)
 
-    trainer.sync._launch, trainer.model.loss = watched_launch, watched_loss
+    trainer.states._leave, trainer.model.loss = watched_leave, watched_loss
     trainer.model.embedding.weight.register_post_accumulate_grad_hook(
         lambda _: order.append("embedding gradient ready")
     )
     trainer.step(0)
     here.close()
-    return order, len(trainer.storage.buckets)
+    return order, len(trainer.states.buckets)
 
 
 def test_a_rank_without_the_all_reduce_is_caught(pool):
@@ -165,14 +165,12 @@ def plain_torch_steps(job, steps):
 
 
 def trial_without_sync(rank, world, job, steps):
-    launch, GradientSync._launch = (
-        GradientSync._launch,
-        lambda self, bucket: self.in_flight.append(Handle(bucket.gradients)),
-    )
+    leave = DataParallel._leave
+    DataParallel._leave = lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
     try:
         return trial(rank, world, job, steps)
     finally:
-        GradientSync._launch = launch  # the pool's ranks live on
+        DataParallel._leave = leave  # the pool's ranks live on
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_says_so(pool):
@@ -185,7 +183,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(pool):
 def step_with_a_nan(rank, world, job):
     here = World(Mesh.of(job.layout), rank, Ledger())
     trainer = Trainer(job, here, MadeUpBatches(job, rank))
-    weights = [bucket.weights for bucket in trainer.storage.buckets]
+    weights = [bucket.weights for bucket in trainer.states.buckets]
     before = [weight.numpy().copy() for weight in weights]
     if rank == 1:  # on one rank only: all must agree to skip
         trainer.model.embedding.weight.register_hook(lambda gradient: gradient * float("nan"))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.axes.data import cost
-from shoal.axes.data.run import GradientSync
+from shoal.axes.data.run import DataParallel
 from shoal.cli.main import main
 from shoal.comm.collectives import Handle
 from shoal.plan import traffic
@@ -40,14 +40,12 @@ def test_a_dropped_all_reduce_is_named(pool):
 
 
 def trial_without_sync(rank, world, job, steps):
-    launch, GradientSync._launch = (
-        GradientSync._launch,
-        lambda self, bucket: self.in_flight.append(Handle(bucket.gradients)),
-    )
+    leave = DataParallel._leave
+    DataParallel._leave = lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
     try:
         return trial(rank, world, job, steps)
     finally:
-        GradientSync._launch = launch
+        DataParallel._leave = leave
 
 
 def test_a_wrong_cost_is_named(pool, monkeypatch):

@@ -13,83 +13,72 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket: elements [start, start + count)."""
+    """One parameter's place in a flat buffer: elements [start, start + count)."""
 
     name: str
     parameter: nn.Parameter
     start: int
     count: int
 
+    def view(self, buffer: Tensor) -> Tensor:
+        """The part of a flat buffer that belongs to the parameter, in the parameter's shape."""
+        return buffer[self.start : self.start + self.count].view(self.parameter.shape)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where the parameters of one flat buffer lie: those with weight decay first, so that each kind is one run.
+
+    elements: of all parameters; decayed: of those with decay.
+    """
+
+    slots: list[Slot]
+    elements: int
+    decayed: int
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, nn.Parameter]], decays: set[str]) -> "Flat":
+        """The layout of named parameters; decays: the names of those with weight decay."""
+        slots: list[Slot] = []
+        place = 0
+        for name, parameter in sorted(named, key=lambda pair: pair[0] not in decays):
+            slots.append(Slot(name, parameter, place, parameter.numel()))
+            place += parameter.numel()
+        return cls(slots, place, sum(slot.count for slot in slots if slot.name in decays))
+
+    def move_into(self, weights: Tensor) -> None:
+        """Makes every parameter a view into the flat buffer `weights`, with the values it has."""
+        with torch.no_grad():
+            for slot in self.slots:
+                slot.view(weights).copy_(slot.parameter)
+                slot.parameter.data = slot.view(weights)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
+        """What lies in [start, stop) of the buffer, relative to start: (run, whether it decays); padding is nobody's."""
+        edge = min(max(self.decayed, start), stop) - start
+        end = min(max(self.elements, start), stop) - start
+        for run, decays in ((slice(0, edge), True), (slice(edge, end), False)):
+            if run.stop > run.start:
+                yield run, decays
+
 
 class Bucket:
     """One run of parameters in flat buffers.
 
     weights, gradients: 1-D, equal length, in the parameters' dtype and device; gradients start as zeros.
-    Parameters that decay come first, so that each of `runs` is contiguous and the optimizer sees two tensors at most.
     """
 
-    def __init__(self, decayed: Sequence[tuple[str, nn.Parameter]], plain: Sequence[tuple[str, nn.Parameter]]):
-        self.slots: list[Slot] = []
-        place = 0
-        for name, parameter in (*decayed, *plain):
-            self.slots.append(Slot(name, parameter, place, parameter.numel()))
-            place += parameter.numel()
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], decays: set[str]):
+        self.layout = Flat.of(named, decays)
+        self.slots = self.layout.slots
         first = self.slots[0].parameter
-        self.decayed_elements = sum(parameter.numel() for _, parameter in decayed)
-        self.weights = torch.empty(place, dtype=first.dtype, device=first.device)
+        self.weights = torch.empty(self.layout.elements, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
-        with torch.no_grad():
-            for slot in self.slots:
-                self.view(self.weights, slot).copy_(slot.parameter)
-                slot.parameter.data = self.view(self.weights, slot)
-                slot.parameter.grad = self.view(self.gradients, slot)
-
-    @staticmethod
-    def view(buffer: Tensor, slot: Slot) -> Tensor:
-        """The part of a flat buffer that belongs to one parameter, in the parameter's shape."""
-        return buffer[slot.start : slot.start + slot.count].view(slot.parameter.shape)
+        self.layout.move_into(self.weights)
+        for slot in self.slots:
+            slot.parameter.grad = slot.view(self.gradients)
 
     def runs(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """(weights, gradients, decays) of each contiguous run that the optimizer treats alike."""
-        for run, decays in ((slice(0, self.decayed_elements), True), (slice(self.decayed_elements, None), False)):
-            if self.weights[run].numel():
-                yield self.weights[run], self.gradients[run], decays
-
-
-class FlatStorage:
-    """A module's parameters moved into buckets. `names`: per bucket the parameters' names; `decays`: those with decay."""
-
-    def __init__(self, module: nn.Module, names: Sequence[Sequence[str]], decays: set[str]):
-        parameters = dict(module.named_parameters())
-        assert sorted(name for bucket in names for name in bucket) == sorted(parameters), (
-            "buckets must cover the module"
-        )
-        self.buckets = [
-            Bucket(
-                [(name, parameters[name]) for name in bucket if name in decays],
-                [(name, parameters[name]) for name in bucket if name not in decays],
-            )
-            for bucket in names
-        ]
-
-    def zero_gradients(self) -> None:
-        """Sets every gradient to zero in place; the views stay."""
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) of every parameter, as views."""
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                yield slot.name, bucket.view(bucket.gradients, slot)
-
-    def norm(self) -> Tensor:
-        """Global L2 norm of the gradients, each parameter counted once; a float32 scalar, float64 for float64 models."""
-        accurate = torch.promote_types(self.buckets[0].gradients.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(bucket.gradients, dtype=accurate) for bucket in self.buckets]
-        return torch.linalg.vector_norm(torch.stack(norms))
-
-    def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies every gradient in place."""
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
+        for run, decays in self.layout.runs(0, self.layout.elements):
+            yield self.weights[run], self.gradients[run], decays

@@ -109,7 +109,7 @@ def write_sample(trainer: Trainer, job: Job) -> str:
 
 def save_weights(trainer: Trainer, path: Path) -> None:
     """Writes every parameter under its own name as safetensors; a killed save leaves the old file, if any."""
-    weights = {name: value.detach().cpu().clone() for name, value in trainer.model.named_parameters()}
+    weights = {name: weight.detach().cpu().clone() for name, weight in trainer.states.weights()}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(weights, unfinished, metadata={"model": json.dumps(asdict(trainer.job.model))})

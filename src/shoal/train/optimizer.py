@@ -1,20 +1,22 @@
-"""AdamW over flat storage: one fused update per contiguous run, with weight decay on matrices only."""
+"""AdamW over flat runs of weights: one fused update per contiguous run, with weight decay on matrices only."""
+
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from shoal.axes.flat import FlatStorage
 from shoal.spec.job import TrainSpec
 
 
 class AdamW:
-    """torch's fused AdamW on the storage's runs (Loshchilov and Hutter 2019).
+    """torch's fused AdamW (Loshchilov and Hutter 2019) on runs: (weights, gradients, whether weight decay applies).
 
     float32 and float64 weights are updated in place. bfloat16 weights follow float32 master weights that live here,
     since a bfloat16 weight loses updates below 1/256 of itself; the moments are float32 too (spec MEM-1: 12 bytes).
     """
 
-    def __init__(self, storage: FlatStorage, train: TrainSpec):
-        runs = [run for bucket in storage.buckets for run in bucket.runs()]
+    def __init__(self, runs: Iterable[tuple[Tensor, Tensor, bool]], train: TrainSpec):
+        runs = list(runs)
         self.weights = [weights for weights, _, _ in runs]
         self.gradients = [gradients for _, gradients, _ in runs]
         self.mixed = self.weights[0].dtype == torch.bfloat16
@@ -36,7 +38,7 @@ class AdamW:
         )
 
     def step(self, learning_rate: float) -> None:
-        """One update with the gradients as they stand in the storage."""
+        """One update with the gradients as they stand in the runs."""
         for group in self.fused.param_groups:
             group["lr"] = learning_rate
         for master, gradient in zip(self.masters, self.gradients, strict=True):

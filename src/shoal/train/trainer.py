@@ -9,19 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.axes.data.cost import buckets
-from shoal.axes.data.run import GradientSync
-from shoal.axes.flat import FlatStorage
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
 from shoal.model.dropout import DropoutKey
 from shoal.model.init import initialise
-from shoal.spec.inventory import inventory
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
 from shoal.train.optimizer import AdamW
 from shoal.train.schedule import learning_rate
+from shoal.train.states import States, data_states
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm, so that runs can be held against plain torch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,50 +54,41 @@ class Trainer:
         dtype = DTYPES[job.train.dtype]
         self.model = Decoder(job.model, dtype=dtype, device=world.device)
         initialise(self.model, job.model, job.train.seed)
-        parameters = inventory(job.model)
-        runs = buckets(parameters, job.train.bucket_mb * 1e6, dtype.itemsize)
-        self.storage = FlatStorage(
-            self.model, [[p.name for p in run] for run in runs], {p.name for p in parameters if p.decay}
-        )
-        self.sync = GradientSync(self.storage, self.data_group)
-        self.optimizer = AdamW(self.storage, job.train)
+        self.states = data_states(self.model, job, world)
+        self.optimizer = AdamW(self.states.runs(), job.train)
         if job.train.compile:
             self.model.compile_blocks()
 
-    def step(self, step: int, inspect: Callable[[FlatStorage], None] | None = None) -> StepResult:
+    def step(self, step: int, inspect: Callable[[States], None] | None = None) -> StepResult:
         """Trains on the step's batch. A step whose gradients are not finite changes no weight and says so.
 
-        inspect: is shown the storage when its gradients are complete and not yet clipped.
+        inspect: is shown the states when the gradients are complete and not yet clipped.
         """
         ledger, train = self.world.ledger, self.job.train
         micro_batches = [self._tensors(micro_batch, step) for micro_batch in self.batches.batch(step)]
         with ledger.at(phase="forward"):
             counted = self._sum_over_ranks(sum(int((targets >= 0).sum()) for _, targets, _ in micro_batches))
         valid = int(counted)
-        self.storage.zero_gradients()
         loss_sum = 0.0
         last = len(micro_batches) - 1
         for place, (tokens, targets, dropout) in enumerate(micro_batches):
-            with ledger.at(phase="forward", micro_batch=place):
-                loss = self.model.loss(tokens, targets, dropout=dropout)
-            with ledger.at(phase="backward", micro_batch=place):
-                if place < last:
-                    (loss / max(1, valid)).backward()
-                else:
-                    with self.sync.last_micro_batch():
-                        (loss / max(1, valid)).backward()
+            with ledger.at(phase="backward", micro_batch=place), self.states.micro_batch(place == 0, place == last):
+                with ledger.at(phase="forward"):
+                    loss = self.model.loss(tokens, targets, dropout=dropout)
+                (loss / max(1, valid)).backward()
             loss_sum += float(loss.detach())
         if inspect:
-            inspect(self.storage)
+            inspect(self.states)
         with ledger.at(phase="optimizer"):
             mean_loss = self._sum_over_ranks(loss_sum) / max(1, valid)
             rate = learning_rate(step, train)
-            norm = float(self.storage.norm())
+            norm = self.states.norm()
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
             if finite:
                 if 0 < train.clip < norm + CLIP_EPS:
-                    self.storage.scale_gradients(train.clip / (norm + CLIP_EPS))
+                    self.states.scale(train.clip / (norm + CLIP_EPS))
                 self.optimizer.step(rate)
+                self.states.spread()
         return StepResult(step, mean_loss, norm, rate, valid, skipped=not finite)
 
     @torch.no_grad()

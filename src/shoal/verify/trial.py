@@ -39,11 +39,11 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     gradients: list[dict[str, np.ndarray]] = []
     results = [
         trainer.step(
-            step, inspect=lambda storage: gradients.append({name: _numpy(g) for name, g in storage.gradients()})
+            step, inspect=lambda states: gradients.append({name: _numpy(g) for name, g in states.gradients()})
         )
         for step in range(steps)
     ]
-    weights = {name: _numpy(parameter) for name, parameter in trainer.model.named_parameters()}
+    weights = {name: _numpy(weight) for name, weight in trainer.states.weights()}
     transfers = here.ledger.transfers()
     here.close()
     return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights, transfers)

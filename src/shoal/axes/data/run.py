@@ -4,55 +4,87 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shoal.axes.flat import Bucket, FlatStorage
+from shoal.axes.flat import Bucket
 from shoal.comm.collectives import Handle, all_reduce
 from shoal.comm.world import Group
 
 
-class GradientSync:
-    """Sums a storage's gradients over `group`, bucket by bucket, from hooks that fire as backward finishes parameters.
+class DataParallel:
+    """The states of a model of which every rank of `group` holds a copy, in flat buckets.
 
-    Only inside `last_micro_batch()`: earlier micro-batches just accumulate, so g of them send what one does (DP-3).
-    Buckets leave in the storage's order on every rank, since a collective that ranks call in different order gives
-    silently wrong sums; a bucket whose parameters took no part in this step leaves at the end.
-    The sum is right without a division: the loss is already divided by the global count of valid tokens.
+    Gradients are summed bucket by bucket, from hooks that fire as backward finishes parameters, in the last micro-batch
+    only: earlier ones just accumulate, so g of them send what one does (DP-3). Buckets leave in one order on every rank,
+    since a collective that ranks call in different order gives silently wrong sums; a bucket whose parameters took no
+    part in this step leaves at the end. The sum is right without a division: the loss is already divided by the global
+    count of valid tokens.
     """
 
-    def __init__(self, storage: FlatStorage, group: Group):
-        self.storage, self.group = storage, group
-        self.missing: list[int] = []  # per bucket: parameters whose gradient is still to come; empty when not armed
+    def __init__(self, buckets: list[Bucket], group: Group):
+        self.buckets, self.group = buckets, group
+        self.missing: list[int] = []  # per bucket: parameters whose gradient is still to come; empty when nothing leaves
         self.in_flight: list[Handle] = []
         if group.size > 1:
-            for place, bucket in enumerate(storage.buckets):
+            for place, bucket in enumerate(buckets):
                 for slot in bucket.slots:
-                    slot.parameter.register_post_accumulate_grad_hook(partial(self._finished, place))
+                    slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
 
     @contextmanager
-    def last_micro_batch(self) -> Iterator[None]:
-        """Around the backward whose gradients complete the step: on leaving, every gradient is the global one."""
-        if self.group.size == 1:
-            yield
-            return
-        self.missing = [len(bucket.slots) for bucket in self.storage.buckets]
-        self.in_flight = []
-        try:
-            yield
-            for bucket in self.storage.buckets[len(self.in_flight) :]:
-                self._launch(bucket)
+    def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; on leaving the last, every gradient is the global one."""
+        if first:
+            for bucket in self.buckets:
+                bucket.gradients.zero_()
+        if last and self.group.size > 1:
+            self.missing = [len(bucket.slots) for bucket in self.buckets]
+            self.in_flight = []
+        yield
+        if self.missing:
+            for bucket in self.buckets[len(self.in_flight) :]:
+                self._leave(bucket)
             for handle in self.in_flight:
                 handle.wait()
-        finally:
             self.missing = []
 
-    def _finished(self, place: int, parameter: nn.Parameter) -> None:
+    def norm(self) -> float:
+        """Global L2 norm of the gradients, each parameter counted once; accumulated in float32 at least."""
+        accurate = torch.promote_types(self.buckets[0].gradients.dtype, torch.float32)
+        norms = [torch.linalg.vector_norm(bucket.gradients, dtype=accurate) for bucket in self.buckets]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`, in place."""
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
+
+    def runs(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """(weights, gradients, decays) of each contiguous run that the optimizer treats alike."""
+        for bucket in self.buckets:
+            yield from bucket.runs()
+
+    def spread(self) -> None:
+        """After an update: every rank has made the same one, so there is nothing to hand around."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter, as views."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                yield slot.name, slot.view(bucket.gradients)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, weight) of every parameter, as views."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                yield slot.name, slot.view(bucket.weights)
+
+    def _arrived(self, place: int, parameter: nn.Parameter) -> None:
         if not self.missing:
             return
         self.missing[place] -= 1
-        buckets = self.storage.buckets
-        while len(self.in_flight) < len(buckets) and self.missing[len(self.in_flight)] == 0:
-            self._launch(buckets[len(self.in_flight)])
+        while len(self.in_flight) < len(self.buckets) and self.missing[len(self.in_flight)] == 0:
+            self._leave(self.buckets[len(self.in_flight)])
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _leave(self, bucket: Bucket) -> None:
         self.in_flight.append(all_reduce(bucket.gradients, self.group, asynchronous=True))
