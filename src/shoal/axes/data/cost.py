@@ -28,22 +28,26 @@ def buckets(parameters: Sequence[Parameter], bucket_bytes: float, width: int) ->
     return runs
 
 
-def step_transfers(
-    parameters: Sequence[Parameter], ranks: int, rank: int, *, width: int, bucket_bytes: float, micro_batches: int = 1
-) -> Iterator[Transfer]:
-    """Transfers of one training step on one rank of the data axis.
+def loss_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+    """Transfers of one step that only serve the loss, on one rank of the data axis.
 
-    The global count of valid tokens before the first backward, each bucket of gradients once during the last
-    micro-batch's backward (2 (N-1)/N of its bytes, spec DP-2), the loss that is reported. A group of one sends nothing.
+    The global count of valid tokens before the first backward, and the loss that is reported.
     """
-    if ranks == 1:
-        return
-    scalar = traffic("all_reduce", 1, SCALAR, ranks, rank)
-    yield Transfer("forward", "dp", "all_reduce", *scalar)
-    for bucket in buckets(parameters, bucket_bytes, width):
-        sent, received = traffic("all_reduce", sum(map(elements, bucket)), width, ranks, rank)
-        yield Transfer("backward", "dp", "all_reduce", sent, received, micro_batch=micro_batches - 1)
-    yield Transfer("optimizer", "dp", "all_reduce", *scalar)
+    if ranks > 1:
+        scalar = traffic("all_reduce", 1, SCALAR, ranks, rank)
+        yield Transfer("forward", "dp", "all_reduce", *scalar)
+        yield Transfer("optimizer", "dp", "all_reduce", *scalar)
+
+
+def gradient_transfers(sizes: Sequence[int], ranks: int, rank: int, width: int, micro_batch: int) -> Iterator[Transfer]:
+    """Transfers of one step's gradients: each bucket once, during the backward of the last micro-batch.
+
+    sizes: elements of the buckets; width: bytes per element. 2 (N-1)/N of the bytes, whatever the batch (spec DP-2).
+    """
+    if ranks > 1:
+        for size in sizes:
+            sent, received = traffic("all_reduce", size, width, ranks, rank)
+            yield Transfer("backward", "dp", "all_reduce", sent, received, micro_batch=micro_batch)
 
 
 def evaluation_transfers(ranks: int, rank: int) -> Iterator[Transfer]:

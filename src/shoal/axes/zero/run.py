@@ -1,0 +1,226 @@
+"""ZeRO-1, 2, 3 and hybrid shard running: one mechanism, and for every stage another lifetime of its buffers.
+
+Hooks on parameters take each gradient as backward finishes it; a part whose gradients are complete leaves for its shard.
+In stage 3, hooks on units gather a unit before it computes, in forward and in backward, fetch the next one meanwhile and
+free what is done. Parts leave in one order on every rank, since collectives in different order give silently wrong sums.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.axes.memory import Memory
+from shoal.axes.zero.part import Part
+from shoal.comm.collectives import Handle, all_gather, all_reduce
+from shoal.comm.world import Group
+
+
+class ZeRO:
+    """The sharded states of a model. `parts` stand in the order in which their gradients leave: backward order.
+
+    replicas: the group of ranks that hold the same shards, for hybrid shard. literal, reshard: as in cost.Sharding.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        group: Group,
+        *,
+        stage: int,
+        replicas: Group | None = None,
+        literal: bool = False,
+        memory: Memory,
+    ):
+        self.parts, self.group, self.stage = [part for part in parts if part.trainable], group, stage
+        self.replicas, self.literal, self.memory = replicas, literal, memory
+        self.first = self.last = True  # of the step's micro-batches
+        self.complete: set[int] = set()
+        self.sent = 0  # parts that have left in this backward
+        self.in_flight: tuple[Part, Handle] | None = None
+        self.units: list[Unit] = []
+        self.order: list[Unit] = []  # as the first forward called them
+        for place, part in enumerate(self.parts):
+            for index, slot in enumerate(part.slots):
+                slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
+
+    # ---- one micro-batch
+
+    @contextmanager
+    def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; on leaving the last, every shard holds the global gradient."""
+        self.first, self.last, self.sent = first, last, 0
+        self.complete = set()
+        for part in self.parts:
+            part.arrived = set()
+        for unit in self.units:
+            unit.calls = 0
+        yield
+        if first and not self._leaves:
+            for part in self.parts:
+                part.fill()
+        if self._leaves:
+            self._send(len(self.parts))
+            self._settle()
+        for unit in self.units:
+            unit.free()
+        for unit, following in zip(self.order, self.order[1:], strict=False):
+            unit.next, following.previous = following, unit
+        if last and self.replicas is not None and self.replicas.size > 1:
+            for handle in [all_reduce(part.gradients, self.replicas, asynchronous=True) for part in self.parts]:
+                handle.wait()
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether gradients leave in this micro-batch: in stage 1 they stay whole until the last."""
+        return self.stage > 1 or self.last
+
+    def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
+        part = self.parts[place]
+        if not part.absorb(index, fresh=self.first):
+            return
+        self.complete.add(place)
+        if self._leaves:
+            ready = self.sent
+            while ready in self.complete:
+                ready += 1
+            self._send(ready)
+
+    def _send(self, stop: int) -> None:
+        """Sends the parts before `stop` that have not left, in order; one is on its way while the next one fills."""
+        while self.sent < stop:
+            part = self.parts[self.sent]
+            self.sent += 1
+            if self.stage > 1 or self.first:
+                part.fill()
+            self._settle()
+            self.in_flight = part, part.reduce(self.literal)
+            part.free()
+
+    def _settle(self) -> None:
+        if self.in_flight is not None:
+            part, handle = self.in_flight
+            self.in_flight = None
+            part.take_in(handle, fresh=self.first)
+
+    def saw(self, unit: "Unit") -> None:
+        """A unit's forward begins."""
+        if unit not in self.order:
+            self.order.append(unit)
+
+    def send_before(self, unit: "Unit") -> None:
+        """Sends what stands before a unit's parts: backward has passed it."""
+        places = [place for place, part in enumerate(self.parts) if part in unit.parts]
+        if places:
+            self._send(min(places))
+
+    # ---- the rest of a step
+
+    def norm(self) -> float:
+        """Global L2 norm of the gradients, each parameter counted once: squares of the shards, summed over the ranks."""
+        squares = [torch.linalg.vector_norm(part.gradients, dtype=torch.float64).square() for part in self.parts]
+        total = torch.stack(squares).sum().reshape(1)
+        return float(all_reduce(total, self.group)) ** 0.5
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`, in place."""
+        for part in self.parts:
+            part.gradients.mul_(factor)
+
+    def runs(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """(weights, gradients, decays) of this rank's pieces: what its optimizer updates."""
+        for part in self.parts:
+            yield from part.runs()
+
+    def spread(self) -> None:
+        """After an update: stages 1 and 2 hand every rank the pieces that the others updated."""
+        if self.stage < 3:
+            for handle in [part.spread() for part in self.parts]:
+                handle.wait()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole gradient) of every trainable parameter; a collective, which the ledger does not count."""
+        for part in self.parts:
+            whole = self._uncounted(part.gradients)
+            for slot in part.slots:
+                yield slot.name, slot.view(whole)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight) of every trainable parameter; a collective, which the ledger does not count."""
+        for part in self.parts:
+            whole = self._uncounted(part.weights) if self.stage == 3 else part.whole
+            for slot in part.slots:
+                yield slot.name, slot.view(whole)
+
+    def _uncounted(self, piece: Tensor) -> Tensor:
+        ledger = self.group.ledger
+        enabled, ledger.enabled = ledger.enabled, False
+        try:
+            return all_gather(piece, self.group)
+        finally:
+            ledger.enabled = enabled
+
+
+class Unit:
+    """What stage 3 gathers at once: the parts of some modules.
+
+    keep: the unit stays gathered from forward until its gradients have left. Which unit comes next is learnt from the
+    first forward, so that it can be fetched while this one computes.
+    """
+
+    def __init__(self, zero: ZeRO, parts: Sequence[Part], modules: Sequence[nn.Module], keep: bool):
+        self.zero, self.parts, self.keep = zero, parts, keep
+        self.calls = 0  # in this micro-batch
+        self.next: Unit | None = None
+        self.previous: Unit | None = None
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    def gather(self) -> None:
+        for part in self.parts:
+            part.gather()
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        self.wait()
+        self.calls += 1
+        self.zero.saw(self)
+        if self.next is not None:
+            self.next.gather()
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not tensors or not self.keep:
+            self.free()
+        for tensor in tensors:
+            tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        if self.calls == 1:
+            # Every unit after this one is done, also where a parameter took no part and no gradient ever comes.
+            self.zero.send_before(self)
+        self.wait()
+        if self.previous is not None:
+            self.previous.gather()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Every tensor in a module's output."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = output.values()
+    if isinstance(output, Iterable) and not isinstance(output, str):
+        return [tensor for item in output for tensor in _tensors(item)]
+    return []
