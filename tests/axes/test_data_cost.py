@@ -15,22 +15,30 @@ def sent(transfers, phase):
     return sum(transfer.sent for transfer in transfers if transfer.phase == phase)
 
 
+def gradients(ranks, rank, width, bucket_bytes, micro_batch=0, parameters=None):
+    runs = cost.buckets(parameters or inventory(MODEL), bucket_bytes, width)
+    sizes = [sum(map(elements, run)) for run in runs]
+    return list(cost.gradient_transfers(sizes, ranks, rank, width, micro_batch))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_gradient_bytes_of_all_ranks_are_those_of_a_ring(ranks):
-    steps = [
-        list(cost.step_transfers(inventory(MODEL), ranks, rank, width=2, bucket_bytes=30_000)) for rank in range(ranks)
-    ]
-    assert sum(sent(step, "backward") for step in steps) == 2 * (ranks - 1) * parameter_count(MODEL) * 2
+    total = sum(sent(gradients(ranks, rank, 2, 30_000), "backward") for rank in range(ranks))
+    assert total == 2 * (ranks - 1) * parameter_count(MODEL) * 2
 
 
 def test_golden_of_dp_2():
-    """4 Psi (N-1)/N bytes in 16 bit: 1000 parameters on 4 ranks send 3000 bytes each."""
-    parameters = [p for p in inventory(MODEL) if elements(p) == 48][:1] * 1
-    (bucket,) = cost.buckets(parameters, 1e9, 2)
-    assert sum(map(elements, bucket)) == 48
+    """2 (N-1)/N of the bytes: 48 parameters in 16 bit on 4 ranks send 144 bytes each."""
+    parameters = [p for p in inventory(MODEL) if elements(p) == 48][:1]
     for rank in range(4):
-        transfers = cost.step_transfers(parameters, 4, rank, width=2, bucket_bytes=1e9)
-        assert sent(list(transfers), "backward") == 2 * 3 * 48 * 2 // 4
+        assert sent(gradients(4, rank, 2, 1e9, parameters=parameters), "backward") == 144
+
+
+def test_the_loss_needs_two_scalars():
+    for rank in range(2):
+        transfers = list(cost.loss_transfers(2, rank))
+        assert [(t.phase, t.op, t.calls) for t in transfers] == [("forward", "all_reduce", 1), ("optimizer", "all_reduce", 1)]
+    assert list(cost.loss_transfers(1, 0)) == []
 
 
 @given(size=st.floats(1, 1e6), width=st.sampled_from([2, 4, 8]))
@@ -45,11 +53,10 @@ def test_buckets_partition_the_parameters_from_last_to_first(size, width):
 
 @given(size=st.floats(1, 1e6), micro_batches=st.integers(1, 8))
 def test_bytes_do_not_depend_on_buckets_or_accumulation(size, micro_batches):
-    many = list(cost.step_transfers(inventory(MODEL), 2, 0, width=4, bucket_bytes=size, micro_batches=micro_batches))
-    backward = [transfer for transfer in many if transfer.phase == "backward"]
-    assert abs(sent(many, "backward") - parameter_count(MODEL) * 4) <= 4 * len(backward)  # odd buckets round by one
-    assert len(backward) == len(cost.buckets(inventory(MODEL), size, 4))
-    assert {transfer.micro_batch for transfer in backward} == {micro_batches - 1}
+    many = gradients(2, 0, 4, size, micro_batches - 1)
+    assert abs(sent(many, "backward") - parameter_count(MODEL) * 4) <= 4 * len(many)  # odd buckets round by one
+    assert len(many) == len(cost.buckets(inventory(MODEL), size, 4))
+    assert {transfer.micro_batch for transfer in many} == {micro_batches - 1}
 
 
 def test_state_bytes_of_mixed_precision_adam_are_sixteen_per_parameter():

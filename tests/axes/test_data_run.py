@@ -106,14 +106,12 @@ def test_bfloat16_keeps_float32_master_weights(pool):
 
 def masters_after(rank, world, job, steps):
     trainer = Trainer(job, World(Mesh.of(job.layout), rank, Ledger()), MadeUpBatches(job, rank))
-    starts = [master.numpy().copy() for master in trainer.optimizer.masters]
+    masters = [states["master"] for states in trainer.optimizer.states]
+    starts = [master.numpy().copy() for master in masters]
     for step in range(steps):
         trainer.step(step)
-    optimizer = trainer.optimizer
-    return [
-        (master.numpy().copy(), weight.float().numpy(), start)
-        for master, weight, start in zip(optimizer.masters, optimizer.weights, starts, strict=True)
-    ]
+    weights = [weights.float().numpy() for weights, _, _ in trainer.optimizer.runs]
+    return list(zip([master.numpy().copy() for master in masters], weights, starts, strict=True))
 
 
 def test_buckets_leave_while_backward_still_runs_and_only_in_the_last_micro_batch(pool):

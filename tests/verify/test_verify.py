@@ -49,14 +49,9 @@ def trial_without_sync(rank, world, job, steps):
 
 
 def test_a_wrong_cost_is_named(pool, monkeypatch):
-    """A formula that forgets one all-reduce in four, and one that is wrong by a byte."""
-    right = cost.step_transfers
-
-    def forgetful(*arguments, **options):
-        transfers = list(right(*arguments, **options))
-        yield from transfers[:-1]
-
-    monkeypatch.setattr(traffic.data, "step_transfers", forgetful)
+    """A formula that forgets one of the scalars."""
+    right = cost.loss_transfers
+    monkeypatch.setattr(traffic.data, "loss_transfers", lambda *arguments: list(right(*arguments))[:-1])
     verdict = verify(asked("dp=2"), pool=pool)
     assert verdict.failures == ["optimizer all_reduce over dp: rank 0 planned 0 bytes sent, measured 24"]
 
@@ -69,11 +64,11 @@ def test_the_command_writes_its_contract_and_exits_0(capsys):
     assert set(document["max_rel_err"]) == {"loss", "grad", "weights", "grad_norm"}
     keys = {"phase", "axis", "op", "predicted_bytes", "measured_bytes", "predicted_calls", "measured_calls"}
     assert all(keys <= set(row) and row["predicted_bytes"] == row["measured_bytes"] for row in document["transfers"])
-    assert "largest error" in output.err
+    assert "relative error" in output.err
 
 
 def test_the_command_exits_1_and_names_what_differs(capsys, monkeypatch):
-    monkeypatch.setattr(traffic.data, "step_transfers", lambda *_, **__: iter(()))
+    monkeypatch.setattr(traffic.data, "gradient_transfers", lambda *_: iter(()))
     assert main(["verify", "--layout", "dp=2"]) == 1
     assert "differs: backward all_reduce over dp: rank 0 planned 0 bytes sent" in capsys.readouterr().out
 

@@ -38,20 +38,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(verdict, console: Console) -> None:
     """The verdict as one table and a closing line."""
-    table = Table(title=f"layout {verdict.layout}, against one process")
-    table.add_column("what", overflow="fold")
-    table.add_column("planned", justify="right", overflow="fold")
-    table.add_column("measured", justify="right", overflow="fold")
+    table = Table(title=f"{verdict.layout} against one process; bytes sent by all ranks")
+    table.add_column("what")
+    for column in ("planned", "measured", "calls"):
+        table.add_column(column, justify="right")
     table.add_column("")
     for kind, error in verdict.errors.items():
-        table.add_row(
-            f"{kind}: largest error", "0", f"{error.value:.1e}", "ok" if error.value <= verdict.limit else "DIFFERS"
-        )
+        word = "ok" if error.value <= verdict.limit else "DIFFERS"
+        table.add_row(f"{kind}, relative error", f"{verdict.limit:.0e}", f"{error.value:.1e}", "", word)
     for row in verdict.rows:
         table.add_row(
             f"{row.phase} {row.op} over {row.axis}",
-            f"{sum(row.predicted_sent):,} B in {sum(row.predicted_calls):,} calls",
-            f"{sum(row.measured_sent):,} B in {sum(row.measured_calls):,} calls",
+            f"{sum(row.predicted_sent):,}",
+            f"{sum(row.measured_sent):,}",
+            f"{sum(row.measured_calls):,}",
             "equal" if row.ok else "DIFFERS",
         )
     console.print(table)

@@ -59,6 +59,9 @@ class TrainSpec:
     eval_batches: int = described(8, "batches per evaluation", low=1)
     max_skipped: int = described(10, "steps in a row that may be skipped for gradients that are not finite", low=1)
     bucket_mb: float = described(25.0, "gradients per all-reduce, megabytes (10^6)", above=0)
+    offload: Literal["none", "host", "disk"] = described(
+        "none", "where optimizer states are kept: on the device, in host memory, in files of the run's folder"
+    )
     compile: bool = described(False, "compile the blocks with torch.compile")
     log: tuple[Literal["tensorboard", "wandb"], ...] = described((), "loggers beside metrics.jsonl")
     log_every: int = described(1, "steps between lines on the screen", low=1)

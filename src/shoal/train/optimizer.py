@@ -1,61 +1,96 @@
-"""AdamW over flat runs of weights: one fused update per contiguous run, with weight decay on matrices only."""
+"""AdamW over flat runs of weights: one fused update per run, weight decay on matrices only, states where there is room."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
+from shoal.comm.ledger import Ledger
 from shoal.spec.job import TrainSpec
+
+Run = tuple[Tensor, Tensor, bool]  # weights, gradients, whether weight decay applies
 
 
 class AdamW:
-    """torch's fused AdamW (Loshchilov and Hutter 2019) on runs: (weights, gradients, whether weight decay applies).
+    """AdamW (Loshchilov and Hutter 2019) through torch's fused kernel, on this rank's runs.
 
     float32 and float64 weights are updated in place. bfloat16 weights follow float32 master weights that live here,
     since a bfloat16 weight loses updates below 1/256 of itself; the moments are float32 too (spec MEM-1: 12 bytes).
+
+    train.offload: "host" keeps masters and moments in the host's memory, "disk" in memory-mapped files below `folder`;
+    each run's come to the device for its update and go back, which the ledger counts under that name (spec BG-6).
     """
 
-    def __init__(self, runs: Iterable[tuple[Tensor, Tensor, bool]], train: TrainSpec):
-        runs = list(runs)
-        self.weights = [weights for weights, _, _ in runs]
-        self.gradients = [gradients for _, gradients, _ in runs]
-        self.mixed = self.weights[0].dtype == torch.bfloat16
-        self.masters = [weights.float() if self.mixed else weights for weights in self.weights]
-        decays = [decays for *_, decays in runs]
-        groups = [
-            {
-                "params": [master for master, decay in zip(self.masters, decays, strict=True) if decay == wanted],
-                "weight_decay": train.weight_decay if wanted else 0.0,
+    def __init__(self, runs: Iterable[Run], train: TrainSpec, ledger: Ledger, folder: Path | None = None):
+        self.runs, self.train, self.ledger = list(runs), train, ledger
+        self.steps = torch.zeros(())
+        self.states: list[dict[str, Tensor]] = []
+        for number, (weights, _, _) in enumerate(self.runs):
+            accurate = torch.promote_types(weights.dtype, torch.float32)
+            fresh = {
+                "moment1": torch.zeros_like(weights, dtype=accurate),
+                "moment2": torch.zeros_like(weights, dtype=accurate),
             }
-            for wanted in (True, False)
-        ]
-        self.fused = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            fused=True,
-        )
+            if weights.dtype != accurate:
+                fresh["master"] = weights.to(accurate)
+            self.states.append({name: self._put(state, folder, f"{number}.{name}") for name, state in fresh.items()})
 
     def step(self, learning_rate: float) -> None:
         """One update with the gradients as they stand in the runs."""
-        for group in self.fused.param_groups:
-            group["lr"] = learning_rate
-        for master, gradient in zip(self.masters, self.gradients, strict=True):
-            master.grad = gradient.float() if self.mixed else gradient
-        self.fused.step()
-        for master in self.masters:
-            master.grad = None
-        if self.mixed:
-            torch._foreach_copy_(self.weights, self.masters)
+        self.steps += 1
+        for (weights, gradients, decays), kept in zip(self.runs, self.states, strict=True):
+            states = self._fetch(kept, weights.device)
+            master = states.get("master", weights)
+            adamw(
+                [master],
+                [gradients.to(master.dtype)],
+                [states["moment1"]],
+                [states["moment2"]],
+                [],
+                [self.steps.to(weights.device) - 1],  # the kernel counts this step itself
+                fused=True,
+                amsgrad=False,
+                beta1=self.train.beta1,
+                beta2=self.train.beta2,
+                lr=learning_rate,
+                weight_decay=self.train.weight_decay if decays else 0.0,
+                eps=self.train.eps,
+                maximize=False,
+            )
+            if master is not weights:
+                weights.copy_(master)
+            self._store(states, kept)
 
     def state_bytes(self) -> int:
-        """Bytes of master weights and moments held on this rank, the step counters left out."""
-        moments = sum(
-            value.numel() * value.element_size()
-            for state in self.fused.state.values()
-            for name, value in state.items()
-            if name != "step"
-        )
-        masters = sum(master.numel() * master.element_size() for master in self.masters) if self.mixed else 0
-        return moments + masters
+        """Bytes of master weights and moments that this rank keeps, wherever they are."""
+        return sum(_bytes(state) for states in self.states for state in states.values())
+
+    def _put(self, state: Tensor, folder: Path | None, name: str) -> Tensor:
+        """A state in the place where it is kept between steps."""
+        if self.train.offload == "none":
+            return state
+        if self.train.offload == "host":
+            return state.cpu().pin_memory() if state.is_cuda else state
+        assert folder is not None, "states on disk need a folder"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = torch.from_file(str(folder / name), shared=True, size=state.numel(), dtype=state.dtype)
+        return kept.copy_(state)
+
+    def _fetch(self, kept: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        if self.train.offload == "none":
+            return kept
+        self.ledger.record(self.train.offload, "fetch", 0, sum(map(_bytes, kept.values())))
+        return {name: state.to(device, copy=True) for name, state in kept.items()}
+
+    def _store(self, states: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+        if self.train.offload == "none":
+            return
+        self.ledger.record(self.train.offload, "store", sum(map(_bytes, kept.values())), 0)
+        for name, state in states.items():
+            kept[name].copy_(state)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -55,7 +56,8 @@ class Trainer:
         self.model = Decoder(job.model, dtype=dtype, device=world.device)
         initialise(self.model, job.model, job.train.seed)
         self.states = data_states(self.model, job, world)
-        self.optimizer = AdamW(self.states.runs(), job.train)
+        folder = Path(job.train.out) / "optimizer" / f"rank{world.rank}"
+        self.optimizer = AdamW(self.states.runs(), job.train, world.ledger, folder)
         if job.train.compile:
             self.model.compile_blocks()
 

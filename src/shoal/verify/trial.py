@@ -38,9 +38,7 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     trainer = Trainer(job, here, MadeUpBatches(job, mesh.coordinates(rank)["dp"]))
     gradients: list[dict[str, np.ndarray]] = []
     results = [
-        trainer.step(
-            step, inspect=lambda states: gradients.append({name: _numpy(g) for name, g in states.gradients()})
-        )
+        trainer.step(step, inspect=lambda states: gradients.append({name: _numpy(g) for name, g in states.gradients()}))
         for step in range(steps)
     ]
     weights = {name: _numpy(weight) for name, weight in trainer.states.weights()}

@@ -24,7 +24,9 @@ class DataParallel:
 
     def __init__(self, buckets: list[Bucket], group: Group):
         self.buckets, self.group = buckets, group
-        self.missing: list[int] = []  # per bucket: parameters whose gradient is still to come; empty when nothing leaves
+        self.missing: list[
+            int
+        ] = []  # per bucket: parameters whose gradient is still to come; empty when nothing leaves
         self.in_flight: list[Handle] = []
         if group.size > 1:
             for place, bucket in enumerate(buckets):

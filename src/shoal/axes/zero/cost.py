@@ -55,7 +55,9 @@ def partition(parameters: Sequence[Parameter], stage: int, bucket_bytes: float, 
     return list(units.values())
 
 
-def step_transfers(sizes: Sequence[int], cut: Sharding, rank: int, replica: int, micro_batches: int) -> Iterator[Transfer]:
+def step_transfers(
+    sizes: Sequence[int], cut: Sharding, rank: int, replica: int, micro_batches: int
+) -> Iterator[Transfer]:
     """Transfers of one training step on one rank, beside those of the loss.
 
     sizes: elements of the parts. rank, replica: this rank's places in the shard and the replicate group.
@@ -86,7 +88,9 @@ def _part_transfers(whole: int, cut: Sharding, rank: int, micro_batches: int) ->
     for micro_batch in range(micro_batches) if cut.stage > 1 else (last,):
         yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
     if cut.stage < 3:
-        yield Transfer("optimizer", cut.shard_axis, "all_gather", *traffic("all_gather", whole, cut.width, cut.ranks, rank))
+        yield Transfer(
+            "optimizer", cut.shard_axis, "all_gather", *traffic("all_gather", whole, cut.width, cut.ranks, rank)
+        )
 
 
 def _gathers(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
