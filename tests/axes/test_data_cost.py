@@ -37,7 +37,10 @@ def test_golden_of_dp_2():
 def test_the_loss_needs_two_scalars():
     for rank in range(2):
         transfers = list(cost.loss_transfers(2, rank))
-        assert [(t.phase, t.op, t.calls) for t in transfers] == [("forward", "all_reduce", 1), ("optimizer", "all_reduce", 1)]
+        assert [(t.phase, t.op, t.calls) for t in transfers] == [
+            ("forward", "all_reduce", 1),
+            ("optimizer", "all_reduce", 1),
+        ]
     assert list(cost.loss_transfers(1, 0)) == []
 
 

@@ -6,69 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from reference import MODELS, STEPS, job, plain_torch
 from shoal.axes.data.run import DataParallel
 from shoal.comm.collectives import Handle
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
-from shoal.model.decoder import Decoder
-from shoal.model.init import initialise
-from shoal.spec.job import DataSpec, Job, TrainSpec
-from shoal.spec.layout import Layout
-from shoal.spec.machine import Machine
-from shoal.spec.model import ModelSpec
-from shoal.train.schedule import learning_rate
 from shoal.train.trainer import Trainer
 from shoal.verify.compare import Record, compare, differing_replicas
 from shoal.verify.trial import MadeUpBatches, trial
-
-MODELS = {
-    "llama-like": ModelSpec(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, positions_max=16),
-    "gpt-like, tied, dropout": ModelSpec(
-        layers=2, hidden=32, heads=4, ffn=48, vocab=61, positions_max=16, norm="layernorm", positions="learned",
-        mlp="gelu", qkv_bias=True, output_bias=True, mlp_bias=True, tied=True, dropout=0.1,
-    ),
-}  # fmt: skip
-STEPS = 5
-
-
-def job(layout: str, model: ModelSpec, dtype: str = "float64", bucket_mb: float = 0.02) -> Job:
-    train = TrainSpec(batch=16, dtype=dtype, warmup=2, steps=STEPS, learning_rate=3e-3, clip=0.5, bucket_mb=bucket_mb)
-    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=12), train)
-
-
-def plain_torch(job: Job) -> Record:
-    """The same training by hand on one process: whole batch, torch's AdamW over single parameters, torch's clipping."""
-    torch.set_num_threads(1)
-    dtype = torch.float64 if job.train.dtype == "float64" else torch.float32
-    model = Decoder(job.model, dtype=dtype)
-    initialise(model, job.model, job.train.seed)
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": job.train.weight_decay},
-            {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(job.train.beta1, job.train.beta2),
-        eps=job.train.eps,
-        foreach=False,
-    )
-    losses, norms, gradients = [], [], []
-    trainer = Trainer(job, World.single(), MadeUpBatches(job, 0))  # only for its reading of a batch
-    for step in range(STEPS):
-        (batch,) = MadeUpBatches(replace(job, layout=Layout()), 0).batch(step)
-        tokens, targets, dropout = trainer._tensors(batch, step)
-        logits = torch.nn.functional.linear(model(tokens, dropout=dropout), model.head_weight)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad.double().numpy().copy() for name, p in named.items()})
-        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), job.train.clip).item())
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, job.train)
-        optimizer.step()
-    return Record(losses, norms, gradients, {name: p.detach().numpy() for name, p in named.items()}, [])
 
 
 @pytest.mark.parametrize(
