@@ -142,7 +142,7 @@ def shaken(module: nn.Module) -> nn.Module:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
+    return float((ours - theirs).detach().norm() / theirs.detach().norm())
 
 
 @pytest.mark.parametrize(

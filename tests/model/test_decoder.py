@@ -100,7 +100,7 @@ def test_a_token_is_no_function_of_later_ones():
     assert not torch.equal(model(tokens)[:, 8:], model(changed)[:, 8:])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_every_dtype_is_close_to_float64(dtype, tolerance):
     spec = ModelSpec(**SMALL, kv_heads=2, qk_norm=True)
     exact, model, tokens = fresh(spec), fresh(spec, dtype), text(spec, 4, 33)
@@ -116,15 +116,6 @@ def test_every_dtype_is_close_to_float64(dtype, tolerance):
 
 @pytest.mark.parametrize("kind", [*KINDS, {"window": 3, "kv_heads": 2}, {"dropout": 0.2}], ids=str)
 def test_blocks_compile_once_and_without_a_break(kind):
-    check_compiled(kind, "aot_eager")
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch's default back end needs a C++ compiler")
-def test_compiled_code_computes_the_same():
-    check_compiled({"kv_heads": 2, "qk_norm": True, "dropout": 0.2}, "inductor")
-
-
-def check_compiled(kind: dict, backend: str) -> None:
     torch._dynamo.reset()
     spec = ModelSpec(**SMALL, **kind)
     model, compiled, tokens = fresh(spec), fresh(spec), text(spec, 2, 17)
@@ -132,7 +123,7 @@ def check_compiled(kind: dict, backend: str) -> None:
 
     def counting(graph, inputs):
         graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     for block in compiled.blocks:
         block.compile(fullgraph=True, backend=counting)
@@ -146,14 +137,17 @@ def check_compiled(kind: dict, backend: str) -> None:
     assert len(graphs) == 1  # for both blocks and both steps
 
 
-def test_compile_blocks_keeps_names_and_results(monkeypatch):
-    spec = ModelSpec(**SMALL)
-    model, names = fresh(spec), [n for n, _ in fresh(spec).named_parameters()]
-    before = model.logits(text(spec, 1, 8))
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    model.compile_blocks()
-    assert [n for n, _ in model.named_parameters()] == names
-    assert torch.equal(model.logits(text(spec, 1, 8)), before)
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler needs one of C++")
+def test_compile_blocks_changes_neither_names_nor_gradients():
+    torch._dynamo.reset()
+    spec = ModelSpec(**SMALL, kv_heads=2, qk_norm=True)
+    model, compiled, tokens = fresh(spec), fresh(spec), text(spec, 2, 17)
+    compiled.compile_blocks()
+    for m in (model, compiled):
+        m.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for (name, a), (same_name, b) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
+        assert name == same_name
+        assert (a.grad - b.grad).norm() <= 1e-11 * a.grad.norm(), name
 
 
 def test_sampling_follows_the_most_probable_or_the_seed():

@@ -9,7 +9,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.machine import Machine
 from shoal.spec.model import ModelSpec
 from shoal.train.data.batches import IGNORED, Batches, Dataset, check_vocabulary
-from shoal.train.data.tokens import TokenFile, TokenWriter
+from shoal.train.data.tokens import HEADER, TokenFile, TokenWriter
 
 
 @pytest.fixture
@@ -40,6 +40,33 @@ def test_document_samples_never_cross_a_documents_end(corpus):
         assert list(text[:valid]) == list(range(number, number + valid))
         assert list(wanted[:valid]) == list(range(number + 1, number + 1 + valid))
         assert (wanted[valid:] == IGNORED).all()
+
+
+@pytest.mark.parametrize(("packing", "samples"), [("stream", 26), ("documents", 20)])
+@pytest.mark.parametrize("fraction", [0.0, 1e-6, 0.1, 0.5, 0.999])
+def test_the_last_samples_are_held_out_and_none_is_in_both(corpus, packing, samples, fraction):
+    data = DataSpec(sequence=8, packing=packing, eval_fraction=fraction)
+    train, held_out = Dataset(corpus, data, "train"), Dataset(corpus, data, "eval")
+    expected = min(samples - 1, max(1, round(samples * fraction))) if fraction else 0
+    assert (train.samples, held_out.samples) == (samples - expected, expected)
+    whole = Dataset(corpus, DataSpec(sequence=8, packing=packing, eval_fraction=0), "train").get(np.arange(samples))
+    for name, place in (("tokens", 0), ("targets", 1)):
+        parts = [split.get(np.arange(split.samples))[place] for split in (train, held_out)]
+        assert np.array_equal(np.concatenate(parts), whole[place]), name
+
+
+def test_two_samples_are_one_to_train_and_one_to_hold_out(corpus):
+    splits = [Dataset(corpus, DataSpec(sequence=104), split).samples for split in ("train", "eval")]
+    assert splits == [1, 1]
+
+
+def test_a_document_without_a_token_is_a_sample_without_a_target(tmp_path):
+    with TokenWriter(tmp_path / "a.tokens", 257, "bytes") as writer:
+        for document in ([1, 2, 3], [], [4]):
+            writer.add(np.array(document, dtype=int))
+    data = DataSpec(sequence=4, packing="documents", eval_fraction=0)
+    _, targets = Dataset(tmp_path / "a.tokens", data, "train").get(np.arange(3))
+    assert targets.tolist() == [[2, 3, -100, -100], [-100] * 4, [-100] * 4]
 
 
 def job(layout):
@@ -73,6 +100,27 @@ def test_a_corpus_too_short_for_one_sample_names_a_length_that_would_do(corpus):
     ):
         Dataset(corpus, DataSpec(sequence=500), "train")
     assert Dataset(corpus, DataSpec(sequence=104), "train").samples == 1
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_corpus_too_short_for_any_sample_is_named(tmp_path, packing):
+    with TokenWriter(tmp_path / "a.tokens", 257, "bytes"):
+        pass
+    with pytest.raises(RequestError, match=r"^data\.path = .*a\.tokens holds 0 tokens; a corpus of 2 or more would do"):
+        Dataset(tmp_path / "a.tokens", DataSpec(packing=packing), "train")
+
+
+def test_ids_that_cannot_be_are_refused_where_opening_does_not_look(tmp_path):
+    with TokenWriter(tmp_path / "a.tokens", 257, "bytes") as writer:
+        writer.add(np.arange(3_000_000) % 257)
+    with (tmp_path / "a.tokens").open("r+b") as file:
+        file.seek(HEADER + 2 * 1_500_000 + 1)
+        file.write(b"\xff")
+    dataset = Dataset(tmp_path / "a.tokens", DataSpec(sequence=1000), "train")
+    dataset.get(np.array([0, 1498, 1501]))
+    for sample in (1499, 1500):  # as a target of the one, a token of the other
+        with pytest.raises(RequestError, match=r"^data\.path = .*ids outside its vocabulary of 257"):
+            dataset.get(np.array([sample]))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(corpus):

@@ -1,16 +1,13 @@
 """metrics.jsonl holds whole lines of valid JSON, and an earlier run's are kept."""
 
-import io
+import importlib
 import json
-from dataclasses import replace
+import sys
 
 import pytest
 
 from shoal.spec.errors import RequestError
-from shoal.spec.job import Job
-from shoal.spec.machine import Machine
-from shoal.train.display import Display, peak_memory
-from shoal.train.metrics import MetricsWriter
+from shoal.train.metrics import MetricsWriter, check_log
 
 
 def line(step, **more):
@@ -47,35 +44,58 @@ def test_tensorboard_gets_every_number(tmp_path):
     assert [event.value for event in events.Scalars("loss")] == [0, 1, 2]
 
 
+def test_a_folder_is_made_and_one_that_cannot_be_is_named(tmp_path):
+    with MetricsWriter(tmp_path / "a" / "b") as writer:
+        writer.write(line(0))
+    with pytest.raises(RequestError, match=r"^train\.out = .*metrics\.jsonl cannot be written \(File exists\)"):
+        MetricsWriter(tmp_path / "a" / "b" / "metrics.jsonl")
+
+
 def test_a_missing_logger_names_the_extra_that_brings_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(RequestError, match=r"train\.log = wandb needs .*pip install 'shoal\[log\]'"):
-        MetricsWriter(tmp_path, ["wandb"])
+    """Also where a folder of its name lies about, as W&B leaves in the place where it was used."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RequestError, match=r"^train\.log = wandb needs .*pip install 'shoal\[log\]'"):
+        check_log(["tensorboard", "wandb"])
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(RequestError, match=r"^train\.log = wandb needs"):
+        check_log(["wandb"])
 
 
-def test_plain_lines_where_there_is_no_terminal():
-    stream = io.StringIO()
-    job = Job()
-    with Display(job, stream) as display:
-        for step in range(job.train.steps):
-            display.step(line(step))
-        display.step(line(job.train.steps - 1, eval_loss=3.0, skipped=2))
-    lines = stream.getvalue().splitlines()
-    assert 15 <= len(lines) <= 30 and not any("\x1b" in text or "\r" in text for text in lines)
-    assert lines[0].startswith("step 1/200  loss 2.500  1,234 tokens/s  utilisation unknown")
-    assert "held out 3.000  2 skipped" in lines[-1]
+WANDB = """
+class Error(Exception): pass
+said = []
+def init(dir, name):
+    if name == "bad": raise Error("no API key\\nconfigured")
+    return Run()
+class Run:
+    def log(self, numbers, step): said.append((step, numbers))
+    def finish(self): said.append("finished")
+"""
 
 
-def test_utilisation_is_told_against_a_named_peak():
-    stream = io.StringIO()
-    job = replace(Job(), machine=Machine(name="h100"))
-    with Display(job, stream) as display:
-        display.step(line(0, utilisation=0.234))
-    assert "23.4% of h100's 67 TFLOP/s float32" in stream.getvalue()
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """A module that notes what W&B would be told: W&B itself wants an account."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield importlib.import_module("wandb")
+    del sys.modules["wandb"]
 
 
-def test_peak_memory_is_in_bytes():
-    before = peak_memory("cpu")
-    block = bytearray(200_000_000)
-    block[::4096] = b"x" * len(block[::4096])
-    assert before > 10_000_000 and peak_memory("cpu") - before > 100_000_000
+def test_wandb_gets_every_finite_number(tmp_path, wandb):
+    with MetricsWriter(tmp_path / "run", ["wandb"]) as writer:
+        writer.write({"step": 3, "loss": 1.5, "grad_norm": float("inf"), "skipped": 1})
+    assert wandb.said == [(3, {"loss": 1.5, "skipped": 1}), "finished"]
+
+
+def test_a_logger_that_does_not_start_is_named_and_leaves_the_metrics_alone(tmp_path, wandb):
+    with MetricsWriter(tmp_path / "bad") as writer:
+        writer.write(line(0))
+    with pytest.raises(RequestError, match=r"^train\.log = wandb does not start \(no API key.*offline would do$"):
+        MetricsWriter(tmp_path / "bad", ["wandb"])
+    assert [file.name for file in (tmp_path / "bad").iterdir()] == ["metrics.jsonl"]
+    assert json.loads((tmp_path / "bad" / "metrics.jsonl").read_text()) == line(0)

@@ -28,9 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     data = DataSpec(path=arguments.path, tokenizer=arguments.tokenizer, field=arguments.field)
     write_tokens(data, target, show_progress=True, target_field="out")
     header = TokenFile.open(target).header
+    tokenizer = "" if arguments.tokenizer == "bytes" else f" --data.tokenizer {arguments.tokenizer}"
     print(
         f"{target}: {header.tokens:,} tokens in {header.documents:,} documents, vocabulary {header.vocab:,}; "
-        f"shoal train --data.path {target} --model.vocab {header.vocab} reads it",
+        f"shoal train --data.path {target}{tokenizer} --model.vocab {header.vocab} reads it",
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if arguments.json:

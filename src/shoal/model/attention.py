@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.model.linear import Linear
 from shoal.model.norm import RMSNorm
 from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
@@ -63,12 +64,12 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_size = spec.heads, spec.kv_heads, spec.head_size
         self.window = spec.window
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_size
-        self.qkv = nn.Linear(spec.hidden, rows, bias=spec.qkv_bias)
+        self.qkv = Linear(spec.hidden, rows, bias=spec.qkv_bias)
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
         self.qk_norm = spec.qk_norm
-        self.out = nn.Linear(spec.heads * spec.head_size, spec.hidden, bias=spec.output_bias)
+        self.out = Linear(spec.heads * spec.head_size, spec.hidden, bias=spec.output_bias)
 
     def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None) -> Tensor:
         q, k, v = (

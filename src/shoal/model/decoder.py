@@ -1,12 +1,12 @@
 """The decoder: embedding, blocks, norm and head; parameters are named, shaped and ordered as in spec/inventory.py."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.model.attention import visible
 from shoal.model.block import Block
 from shoal.model.dropout import DropoutKey, dropped
+from shoal.model.linear import Linear, linear
 from shoal.model.loss import head_loss
 from shoal.model.norm import norm
 from shoal.model.rope import rotation
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
             self.norm = norm(spec)
             if not spec.tied:
-                self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+                self.head = Linear(spec.hidden, spec.vocab, bias=False)
         self.to(dtype).to_empty(device=device)
 
     def forward(
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
 
     def logits(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Scores of every next token: (b, s, V) in the model's dtype."""
-        return F.linear(self(tokens, positions, documents), self.head_weight)
+        return linear(self(tokens, positions, documents), self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -7,9 +7,11 @@ into the gradients of hidden and head weight at once, in forward, and are gone b
 import torch
 from torch import Tensor
 
+from shoal.model.linear import input_gradient, linear, weight_gradient
+
 IGNORED = -100  # target of a token that does not count
 _LOGITS = 2**22  # of one chunk: 16 MB in float32
-_LEAST_ROWS = 256  # tokens of one chunk: fewer make the three matrix products slow
+_LEAST_ROWS = 512  # tokens of one chunk: fewer make the three matrix products slow
 
 
 @torch.compiler.disable
@@ -40,16 +42,16 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(targets), chunk):
             here = slice(start, start + chunk)
             target = targets[here, None]
-            log_p = torch.log_softmax(hidden[here] @ weight.t(), dim=-1, dtype=accurate)
+            log_p = torch.log_softmax(linear(hidden[here], weight), dim=-1, dtype=accurate)
             loss -= log_p.gather(1, target).sum()
             if d_hidden is None and d_weight is None:
                 continue
             d_logits = log_p.exp_().scatter_add_(1, target, log_p.new_full((1, 1), -1.0).expand_as(target))
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[here])
+                d_hidden[here] = input_gradient(d_logits, weight)
             if d_weight is not None:
-                _add_product(d_weight, d_logits.t(), hidden[here])
+                d_weight += weight_gradient(d_logits, hidden[here])
 
         ctx.gradients = d_hidden, d_weight
         ctx.rows, ctx.tokens, ctx.dtype = rows, tokens, weight.dtype
@@ -66,11 +68,3 @@ class _HeadLoss(torch.autograd.Function):
         if d_weight is not None:
             d_weight = d_weight.mul_(gradient).to(ctx.dtype)
         return d_hidden, d_weight, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right, where total may be of a more accurate dtype than the factors."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

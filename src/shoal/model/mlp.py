@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.model.linear import Linear
 from shoal.spec.model import ModelSpec
 
 
@@ -40,8 +41,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.gate_up = nn.Linear(spec.hidden, 2 * spec.ffn, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.gate_up = Linear(spec.hidden, 2 * spec.ffn, bias=spec.mlp_bias)
+        self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))
@@ -52,8 +53,8 @@ class GeluMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.up = Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.spec.model import RopeSpec
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, (b or 1, s, 1, d/2)
+Rotation = tuple[Tensor, Tensor]  # factors of a feature and of its partner, cos and -+sin, each (b or 1, s, 1, d)
 
 
 def frequencies(rope: RopeSpec, head_size: int) -> Tensor:
@@ -46,41 +46,35 @@ def _kept_by_yarn(rope: RopeSpec, head_size: int) -> Tensor:
 
 
 def rotation(rope: RopeSpec, head_size: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    """Cosines and sines for positions (b or 1, s), in `dtype`, times rope.attention_factor.
+    """Factors of the rotation at positions (b or 1, s), in `dtype`, times rope.attention_factor.
 
     The angles are formed in float64: a float32 angle at position 100,000 is wrong in its third digit.
     """
     angles = positions.double()[..., None, None] * frequencies(rope, head_size).to(positions.device)
-    return (angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotated(x: Tensor, turn: Rotation) -> Tensor:
     """x (b, s, n, d) turned by the rotation, computed in the rotation's dtype."""
-    cos, sin = turn
-    if torch.compiler.is_compiling():  # the compiler fuses the plain expression, and cannot follow `out=`
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return _Rotated.apply(x, cos, sin)
+    return _Rotated.apply(x, *turn)
 
 
 class _Rotated(torch.autograd.Function):
-    """Keeps only the angles: backward turns the other way. Both write their result in place."""
+    """Keeps only the angles, since backward turns the other way, and walks the tensor as seldom as it can."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return _turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradient, cos, sin, -1), None, None
+        return _turned(gradient, cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    x_accurate = x.to(cos.dtype)
-    y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (first, second), (y_first, y_second) = x_accurate.chunk(2, dim=-1), y.chunk(2, dim=-1)
-    torch.mul(first, cos, out=y_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=y_second).addcmul_(first, sin, value=sign)
-    return y.to(x.dtype)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    partners = torch.cat((second, first), dim=-1).to(cos.dtype)
+    return partners.mul_(sin).addcmul_(x, cos).to(x.dtype)

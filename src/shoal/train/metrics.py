@@ -1,5 +1,6 @@
 """metrics.jsonl, always; TensorBoard and Weights & Biases beside it when asked for."""
 
+import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shoal.spec.errors import RequestError
+from shoal.spec.errors import RequestError, shown
+from shoal.train.data.naming import named
 
 FILE = "metrics.jsonl"
 
@@ -17,7 +19,8 @@ class MetricsWriter:
 
     A metrics.jsonl of an earlier run is kept under the next free name, metrics.1.jsonl and so on. log: other places,
     "tensorboard" (in `folder`/tensorboard) or "wandb". active: False on ranks that write nothing.
-    Raises RequestError naming train.log when a package is missing, train.out when the file cannot be written.
+    The folder is made if need be. Raises RequestError naming train.log when a package is missing or does not start,
+    train.out when the file cannot be written.
     """
 
     def __init__(self, folder: Path, log: Sequence[str] = (), active: bool = True):
@@ -25,19 +28,31 @@ class MetricsWriter:
         self._sinks: list[Any] = []
         if not active:
             return
+        check_log(log)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in log:
+                self._sinks.append({"tensorboard": _TensorBoard, "wandb": _WandB}[name](folder))
             _keep_old(folder / FILE)
             self._file = (folder / FILE).open("a", encoding="utf-8")
         except OSError as error:
+            self.close()
             raise RequestError(
-                "train.out", f"train.out = {folder} cannot be written ({error.strerror}); a folder of yours would do"
+                "train.out",
+                f"train.out = {named(folder)} cannot be written ({error.strerror}); a folder of yours would do",
             ) from None
-        self._sinks = [{"tensorboard": _TensorBoard, "wandb": _WandB}[name](folder) for name in log]
+        except RequestError:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the file and the loggers."""
         if self._file:
             self._file.close()
         for sink in self._sinks:
@@ -57,10 +72,8 @@ class MetricsWriter:
 
 class _TensorBoard:
     def __init__(self, folder: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -73,11 +86,15 @@ class _TensorBoard:
 
 class _WandB:
     def __init__(self, folder: Path):
+        import wandb
+
         try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb") from None
-        self._run = wandb.init(dir=str(folder), name=folder.name)
+            self._run = wandb.init(dir=str(folder), name=folder.name)
+        except wandb.Error as error:  # no account on this machine, no network
+            raise RequestError(
+                "train.log",
+                f"train.log = wandb does not start ({shown(error)}); `wandb login` or WANDB_MODE=offline would do",
+            ) from None
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=step)
@@ -88,18 +105,14 @@ class _WandB:
 
 def check_log(log: Sequence[str]) -> None:
     """Raises RequestError naming train.log when a package that it needs is missing."""
-    import importlib.util
-
     for name in log:
-        if importlib.util.find_spec(name) is None:
-            raise _missing(name)
-
-
-def _missing(name: str) -> RequestError:
-    return RequestError(
-        "train.log",
-        f"train.log = {name} needs the package {name}, which is not installed; pip install 'shoal[log]' brings it",
-    )
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # None too for a mere folder of that name, as W&B leaves behind
+            raise RequestError(
+                "train.log",
+                f"train.log = {name} needs the package {name}, which is not installed; "
+                f"pip install 'shoal[log]' brings it",
+            )
 
 
 def _finite(value: Any) -> bool:

@@ -7,9 +7,10 @@ import numpy as np
 
 from shoal.spec.errors import RequestError
 from shoal.spec.job import DataSpec, Job
+from shoal.train.data.naming import named
 from shoal.train.data.order import sample_index
 from shoal.train.data.share import MicroBatch, share
-from shoal.train.data.tokens import TokenFile
+from shoal.train.data.tokens import TokenFile, damaged
 
 IGNORED = -100  # a target that does not count
 
@@ -19,30 +20,32 @@ class Dataset:
 
     stream: sample i is the i-th run of `sequence` tokens, with the next token of each as its target. documents: sample
     i is document i, cut to `sequence` tokens or padded with targets that do not count.
-    Raises RequestError naming data.sequence when the file is too short for a sample.
+    Raises RequestError naming data.sequence when the file is too short for a sample, data.path when it is so for any.
     """
 
     def __init__(self, tokens: str | Path, data: DataSpec, split: Literal["train", "eval"]):
         self.file, self.sequence, self.packed = TokenFile.open(tokens), data.sequence, data.packing == "stream"
         count = (len(self.file.tokens) - 1) // data.sequence if self.packed else len(self.file.ends)
         if count < 1:
-            raise RequestError(
-                "data.sequence",
-                f"data.sequence = {data.sequence} is too long for the corpus of {len(self.file.tokens)} tokens; "
-                f"{max(1, (len(self.file.tokens) - 1) // 2)} would do",
-            )
+            raise _too_short(self.file, data)
         held_out = min(count - 1, max(1, round(count * data.eval_fraction))) if data.eval_fraction else 0
         self.first = 0 if split == "train" else count - held_out
         self.samples = count - held_out if split == "train" else held_out
 
     def get(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of the samples with these numbers in the split: int64 (k, sequence) each."""
+        """Tokens and targets of the samples with these numbers in the split: int64 (k, sequence) each.
+
+        Raises RequestError for ids that cannot be, in those parts of a damaged file that opening it does not read.
+        """
         tokens = np.zeros((len(samples), self.sequence), dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         for row, sample in enumerate(samples):
             start, stop = self._span(self.first + int(sample))
             text = self.file.tokens[start:stop]
-            tokens[row, : len(text) - 1], targets[row, : len(text) - 1] = text[:-1], text[1:]
+            valid = max(0, len(text) - 1)
+            tokens[row, :valid], targets[row, :valid] = text[:-1], text[1:]
+        if max(tokens.max(initial=0), targets.max(initial=0)) >= self.file.vocab:
+            raise damaged(self.file.path, f"it has ids outside its vocabulary of {self.file.vocab}")
         return tokens, targets
 
     def _span(self, sample: int) -> tuple[int, int]:
@@ -87,3 +90,17 @@ def check_vocabulary(file: TokenFile, vocab: int) -> None:
             "model.vocab",
             f"model.vocab = {vocab} is smaller than the tokenizer's {file.vocab} tokens; {file.vocab} or more would do",
         )
+
+
+def _too_short(file: TokenFile, data: DataSpec) -> RequestError:
+    """The error for a corpus without a single sample; the sequence it names gives two, one to train and one to hold out."""
+    tokens = len(file.tokens)
+    if tokens < 2 or not len(file.ends):
+        return RequestError(
+            "data.path", f"data.path = {named(file.path)} holds {tokens} tokens; a corpus of 2 or more would do"
+        )
+    return RequestError(
+        "data.sequence",
+        f"data.sequence = {data.sequence} is too long for the corpus of {tokens} tokens; "
+        f"{max(1, (tokens - 1) // 2)} would do",
+    )

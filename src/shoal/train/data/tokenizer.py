@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal.spec.errors import RequestError, shown
+from shoal.train.data.naming import named
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
@@ -45,34 +46,44 @@ class FileTokenizer:
     def __init__(self, path: str):
         from tokenizers import Tokenizer as Library
 
+        self._path = path
         try:
             content = Path(path).read_bytes()
             self._library = Library.from_buffer(content)
         except OSError as error:
             raise RequestError(
                 "data.tokenizer",
-                f"data.tokenizer = {shown(path)} cannot be read ({error.strerror}); bytes or a tokenizer.json would do",
+                f"data.tokenizer = {named(path)} cannot be read ({error.strerror}); bytes or a tokenizer.json would do",
             ) from None
         except Exception as error:  # the library raises plain Exception for whatever it cannot parse
             raise RequestError(
                 "data.tokenizer",
-                f"data.tokenizer = {shown(path)} is not a tokenizer.json ({shown(error)}); bytes would do",
+                f"data.tokenizer = {named(path)} is not a tokenizer.json ({shown(error)}); bytes would do",
             ) from None
-        self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        # A tokenizer.json may carry the limits of the model it came with; a corpus is neither cut nor padded.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.vocab = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         ends = [number for name in END_NAMES if (number := self._library.token_to_id(name)) is not None]
         if not ends:
             raise RequestError(
                 "data.tokenizer",
-                f"data.tokenizer = {shown(path)} has no token that ends a document; one of {', '.join(END_NAMES)} would do",
+                f"data.tokenizer = {named(path)} has no token that ends a document; one of {', '.join(END_NAMES)} would do",
             )
         self.eod = ends[0]
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        return next(iter(self.encode_all([text]))).tolist()
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
-        encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # a plain one again, for text that its model has no token for
+            raise RequestError(
+                "data.tokenizer",
+                f"data.tokenizer = {named(self._path)} cannot encode the text ({shown(error)}); bytes would do",
+            ) from None
         return (np.asarray(one.ids, dtype=np.uint32) for one in encoded)
 
     def decode(self, ids: Sequence[int]) -> str:

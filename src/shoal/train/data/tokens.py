@@ -6,20 +6,26 @@ documents: where each one ends (8 bytes each). The header carries checksums of i
 
 import json
 import os
+import secrets
+import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from shoal.spec.errors import RequestError, shown
+from shoal.spec.errors import RequestError
+from shoal.train.data.naming import named
 
 MAGIC, VERSION, HEADER = "shoal tokens", 1, 4096
-FLUSH = 1 << 20  # ids in memory before they go to the file
+FLUSH = 1 << 20  # ids or documents in memory before they go to the file
 EDGE = 1 << 20  # bytes at either end that are checked on opening; `verify` checks them all
+INDEX = np.dtype("<u8")
 
 
 @dataclass(frozen=True)
@@ -42,55 +48,61 @@ class TokenFile:
     def __init__(self, path: Path, header: Header):
         self.path, self.header = path, header
         self.vocab = header.vocab
-        kind = np.uint16 if header.width == 2 else np.uint32
-        self.tokens = np.memmap(path, kind, "r", HEADER, (header.tokens,))
+        self.tokens = np.memmap(path, f"<u{header.width}", "r", HEADER, (header.tokens,))
         start = HEADER + header.tokens * header.width
-        self.ends = np.memmap(path, "<u8", "r", start, (header.documents,))
+        self.ends = np.memmap(path, INDEX, "r", start, (header.documents,))
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Opens and checks a token file: header, length, index and both ends. Raises RequestError naming data.path."""
         path = Path(path)
-        header = _read_header(path)
-        size = HEADER + header.tokens * header.width + header.documents * 8
-        if path.stat().st_size != size:
-            raise _damaged(path, f"it has {path.stat().st_size:,} bytes and should have {size:,}")
-        file = cls(path, header)
-        if zlib.crc32(file.ends.tobytes()) != header.index_check or _edges(file.tokens) != header.edge_check:
-            raise _damaged(path, "its checksums do not fit its content")
-        return file
+        try:
+            with path.open("rb") as file:
+                header = _read_header(path, file)
+                ids = header.tokens * header.width
+                actual, size = os.fstat(file.fileno()).st_size, HEADER + ids + header.documents * INDEX.itemsize
+                if actual != size:
+                    raise damaged(path, f"it has {actual:,} bytes and should have {size:,}")
+                edge_check = _check_edges(file, ids)
+        except OSError as error:
+            raise RequestError(
+                "data.path",
+                f"data.path = {named(path)} cannot be read ({error.strerror}); a token file or text would do",
+            ) from None
+        opened = cls(path, header)
+        if edge_check != header.edge_check or _check_all(opened.ends) != header.index_check:
+            raise damaged(path, "its checksums do not fit its content")
+        return opened
 
     def verify(self) -> None:
         """Reads every id and holds it against the checksum; raises RequestError naming data.path."""
-        check = 0
-        for start in range(0, len(self.tokens), FLUSH):
-            check = zlib.crc32(self.tokens[start : start + FLUSH].tobytes(), check)
-        if check != self.header.whole_check:
-            raise _damaged(self.path, "the checksum of its ids does not fit them")
+        if _check_all(self.tokens) != self.header.whole_check:
+            raise damaged(self.path, "the checksum of its ids does not fit them")
 
 
 class TokenWriter:
     """Writes a token file document by document in bounded memory. The file appears on leaving the context, whole.
 
-    Raises RequestError naming `field` when the folder cannot be written, and for ids outside the vocabulary.
+    tokens, documents: how many there are so far. Raises RequestError naming `field` when the folder cannot be written,
+    and for ids outside the vocabulary.
     """
 
     def __init__(self, path: str | Path, vocab: int, tokenizer: str, field: str = "data.cache"):
-        self.path, self.vocab, self.tokenizer = Path(path), vocab, tokenizer
+        self.path, self.vocab, self.tokenizer, self.field = Path(path), vocab, tokenizer, field
         self.kind = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-        self.written = self.check = self.pending_ids = 0
-        self.pending: list[np.ndarray] = []
-        self.ends: list[int] = []
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        except OSError as error:
-            raise RequestError(
-                field,
-                f"{field} = {shown(self.path.parent)} cannot be written ({error.strerror}); a folder of yours would do",
-            ) from None
-        self.file, self.unfinished = os.fdopen(handle, "w+b"), Path(name)
-        self.file.write(b" " * HEADER)
+        self.tokens = self.documents = 0
+        self._check = self._index_check = 0
+        self._ids: list[np.ndarray] = []
+        self._ends: list[int] = []
+        self._waiting = 0  # ids not yet in the file
+        folder = self.path.parent
+        self._unfinished = folder / f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}"
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            # It has no name, so nothing is left of it however the process ends.
+            self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            self._file = self._unfinished.open("x+b")
+        self._file.write(b" " * HEADER)
 
     def __enter__(self) -> Self:
         return self
@@ -100,85 +112,109 @@ class TokenWriter:
             if error is None:
                 self._finish()
         finally:
-            self.file.close()
-            self.unfinished.unlink(missing_ok=True)
+            for file in (self._index, self._file):
+                with suppress(OSError):  # a full disk, said before; what counts was flushed and synced by _finish
+                    file.close()
+            self._unfinished.unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray, ends: bool = True) -> None:
         """Appends ids; ends: whether the document ends with them."""
-        if len(ids) and int(ids.max()) >= self.vocab:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise RequestError(
                 "model.vocab",
-                f"token id {int(ids.max())} lies outside the vocabulary of {self.vocab}; a larger one would do",
+                f"token id {wrong} lies outside the vocabulary of {self.vocab} of the tokenizer {self.tokenizer}; "
+                f"a larger one would do",
             )
-        self.pending.append(ids.astype(self.kind))
-        self.pending_ids += len(ids)
+        self._ids.append(ids.astype(self.kind))
+        self._waiting += len(ids)
+        self.tokens += len(ids)
         if ends:
-            self.ends.append(self.written + self.pending_ids)
-        if self.pending_ids >= FLUSH:
+            self.documents += 1
+            self._ends.append(self.tokens)
+        if self._waiting >= FLUSH or len(self._ends) >= FLUSH:
             self._flush()
 
     def _flush(self) -> None:
-        block = np.concatenate(self.pending) if self.pending else np.empty(0, self.kind)
-        self.check = zlib.crc32(block.tobytes(), self.check)
-        self.file.write(block.tobytes())
-        self.written += len(block)
-        self.pending, self.pending_ids = [], 0
+        ids = np.concatenate(self._ids, dtype=self.kind).tobytes() if self._ids else b""
+        ends = np.asarray(self._ends, INDEX).tobytes()
+        self._check, self._index_check = zlib.crc32(ids, self._check), zlib.crc32(ends, self._index_check)
+        with self._writing():
+            self._file.write(ids)
+            self._index.write(ends)
+        self._ids, self._ends, self._waiting = [], [], 0
 
     def _finish(self) -> None:
         self._flush()
-        ends = np.asarray(self.ends, dtype="<u8")
-        self.file.write(ends.tobytes())
-        self.file.flush()
-        tokens = (
-            np.memmap(self.unfinished, self.kind, "r", HEADER, (self.written,))
-            if self.written
-            else np.empty(0, self.kind)
-        )
-        header = Header(
-            self.written,
-            len(ends),
-            self.kind.itemsize,
-            self.vocab,
-            self.tokenizer,
-            zlib.crc32(ends.tobytes()),
-            _edges(tokens),
-            self.check,
-        )
-        fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, **asdict(header)}
-        fields["check"] = zlib.crc32(json.dumps(fields).encode())
-        self.file.seek(0)
-        self.file.write(json.dumps(fields).encode().ljust(HEADER))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.unfinished.replace(self.path)
+        with self._writing():
+            self._index.seek(0)
+            shutil.copyfileobj(self._index, self._file)
+            edge_check = _check_edges(self._file, self.tokens * self.kind.itemsize)
+            header = Header(
+                tokens=self.tokens,
+                documents=self.documents,
+                width=self.kind.itemsize,
+                vocab=self.vocab,
+                tokenizer=self.tokenizer,
+                index_check=self._index_check,
+                edge_check=edge_check,
+                whole_check=self._check,
+            )
+            fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, **asdict(header)}
+            fields["check"] = zlib.crc32(json.dumps(fields).encode())
+            self._file.seek(0)
+            self._file.write(json.dumps(fields).encode().ljust(HEADER))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._unfinished.replace(self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise cannot_write(self.field, self.path.parent, error) from None
 
 
-def _read_header(path: Path) -> Header:
-    try:
-        with path.open("rb") as file:
-            content = file.read(HEADER)
-    except OSError as error:
-        raise RequestError(
-            "data.path", f"data.path = {shown(path)} cannot be read ({error.strerror}); a token file or text would do"
-        ) from None
+def cannot_write(field: str, folder: Path, error: OSError) -> RequestError:
+    """The error for a folder that takes no file: no permission, no room, no such place."""
+    return RequestError(
+        field, f"{field} = {named(folder)} cannot be written ({error.strerror}); a folder of yours with room would do"
+    )
+
+
+def damaged(path: Path, why: str) -> RequestError:
+    """The error for a token file that is not as it was written."""
+    return RequestError(
+        "data.path",
+        f"data.path = {named(path)} is no sound token file: {why}; one made anew by `shoal tokenize` would do",
+    )
+
+
+def _read_header(path: Path, file: BinaryIO) -> Header:
+    content = file.read(HEADER)
     try:
         fields = json.loads(content)
         check, magic, version = fields.pop("check"), fields["magic"], fields["version"]
         sound = len(content) == HEADER and magic == MAGIC and check == zlib.crc32(json.dumps(fields).encode())
         if sound and version == VERSION:
             return Header(**{name: value for name, value in fields.items() if name not in ("magic", "version")})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
-    raise _damaged(path, "its version is another one" if sound else "its header is not that of a token file")
+    raise damaged(path, "its version is another one" if sound else "its header is not that of a token file")
 
 
-def _edges(tokens: np.ndarray) -> int:
-    """CRC-32 of the first and the last EDGE bytes."""
-    count = EDGE // tokens.itemsize
-    return zlib.crc32(tokens[-count:].tobytes(), zlib.crc32(tokens[:count].tobytes()))
+def _check_edges(file: BinaryIO, size: int) -> int:
+    """CRC-32 of the first and the last EDGE bytes of the ids, which take `size` bytes."""
+    file.seek(HEADER)
+    check = zlib.crc32(file.read(min(EDGE, size)))
+    file.seek(HEADER + max(0, size - EDGE))
+    return zlib.crc32(file.read(min(EDGE, size)), check)
 
 
-def _damaged(path: Path, why: str) -> RequestError:
-    return RequestError(
-        "data.path", f"data.path = {shown(path)} is no sound token file: {why}; `shoal tokenize` writes it anew"
-    )
+def _check_all(numbers: np.ndarray) -> int:
+    """CRC-32 of an array, in bounded memory."""
+    check = 0
+    for start in range(0, len(numbers), FLUSH):
+        check = zlib.crc32(numbers[start : start + FLUSH].tobytes(), check)
+    return check
