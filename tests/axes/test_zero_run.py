@@ -1,8 +1,8 @@
 """ZeRO and hybrid shard running: every stage against plain torch, and every promise of bytes, order and memory."""
 
 import pytest
-from reference import MODELS, STEPS, job, plain_torch
 
+from reference import MODELS, STEPS, job, plain_torch
 from shoal.verify.compare import compare, differing_replicas
 from shoal.verify.trial import trial
 

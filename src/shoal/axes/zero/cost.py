@@ -101,3 +101,59 @@ def _gathers(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int
             for whole in gathered:
                 sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
                 yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
+
+
+def resting_bytes(sizes: Sequence[int], cut: Sharding, rank: int) -> dict[str, int]:
+    """Bytes that `rank` of the shard group holds between steps, by category (spec MEM-2, with padding).
+
+    Per parameter and N ranks, in bfloat16 with float32 states (2 + 2 + 12): stage 1 4 + 12/N, stage 2 2 + 14/N, stage 3
+    16/N. Optimizer states are kept for the parameters of the rank's pieces, not for padding.
+    """
+    wholes = [padded(size, cut.ranks) for size in sizes]
+    whole, piece = sum(wholes), sum(wholes) // cut.ranks
+    mine = 0
+    for size, width in zip(sizes, wholes, strict=True):
+        start = rank * width // cut.ranks
+        mine += min(max(size - start, 0), width // cut.ranks)
+    return {
+        "weights": cut.width * (whole if cut.stage < 3 else piece),
+        "gradients": cut.reduce_width * (whole if cut.stage < 2 else piece),
+        "optimizer": cut.state_width * mine * (3 if cut.masters else 2),
+    }
+
+
+def peak_bytes(sizes: Sequence[int], cut: Sharding, kept: Sequence[bool] = ()) -> dict[str, int]:
+    """The most that comes on top while a step runs, by category (spec MEM-3); parts as `partition` gives them.
+
+    gathered: in stage 3 a unit and the one that is fetched meanwhile, beside what is kept from forward to backward.
+    buckets: in stages 2 and 3 the whole gradient that fills and the one that is on its way, in backward order.
+    """
+    wholes = [padded(size, cut.ranks) for size in sizes]
+    gathered = cut.width * _gathered_peak(wholes, list(kept) or [False] * len(wholes)) if cut.stage == 3 else 0
+    pairs = [a + b for a, b in zip(wholes, wholes[1:], strict=False)] or wholes
+    return {"gathered": gathered, "buckets": cut.reduce_width * max(pairs) if cut.stage > 1 else 0}
+
+
+def kept_units(units: Sequence[str], reshard: str) -> list[bool]:
+    """Which units stay gathered from forward to backward. units: their names in forward order.
+
+    A root, whose matrix is used at both ends of the model, always does.
+    """
+    last = len(units) - 1
+    return [name == "root" or reshard == "never" or (reshard == "keep_last" and i == last) for i, name in enumerate(units)]
+
+
+def _gathered_peak(wholes: Sequence[int], kept: Sequence[bool]) -> int:
+    """The most elements gathered at once in one forward and backward, walked unit by unit."""
+    last, held, peak = len(wholes) - 1, set[int](), 0
+    for unit in range(last + 1):  # forward: this unit and the next
+        held |= {unit, min(unit + 1, last)}
+        peak = max(peak, sum(wholes[place] for place in held))
+        if not kept[unit]:
+            held.discard(unit)
+    for unit in range(last, -1, -1):  # backward: this unit and the one before, until this one's gradients have left
+        held |= {unit, max(unit - 1, 0)}
+        peak = max(peak, sum(wholes[place] for place in held))
+        if not (kept[unit] and unit == 0):
+            held.discard(unit)
+    return peak
