@@ -132,7 +132,7 @@ def trainer(kind: str, compiled: bool, spec: ModelSpec, args: argparse.Namespace
 def work(kind: str, mode: str, spec: ModelSpec, args: argparse.Namespace) -> None:
     """The child's side: one step for every line read; prints its seconds, its loss and the peak memory so far, bytes.
 
-    Memory counts from before the model is built, so torch itself is not in it.
+    Memory counts from before the model is built, so torch itself is not in it, but a compiler that runs is.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step = trainer(kind, mode == "compiled", spec, args)

@@ -9,6 +9,8 @@ from shoal.model.norm import RMSNorm
 from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
 
+_LEAST_BAND = 128  # queries of one band: narrower ones keep no processor busy
+
 
 def visible(sequence: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
     """Which key (last dim) each query sees: bool (1 or b, 1, s, s); None when that is every key up to its own.
@@ -42,12 +44,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | N
     if grouped:
         # Fused kernels of GPUs take either a mask or grouped heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    sequence = q.shape[2]
-    if window is None or sequence <= 2 * window:
+    sequence, band = q.shape[2], max(window or 0, _LEAST_BAND)
+    if window is None or sequence <= 2 * band:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     bands = []
-    for start in range(0, sequence, window):
-        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
+    for start in range(0, sequence, band):
+        queries, keys = slice(start, start + band), slice(max(0, start - window + 1), start + band)
         bands.append(
             F.scaled_dot_product_attention(
                 q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask[:, :, queries, keys]

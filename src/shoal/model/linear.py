@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_ONEDNN = torch.backends.mkldnn.is_available()  # asked once: torch's compiler cannot follow the question
 _WORTH_IT = 2**23  # multiplications; below, handing tensors over takes longer than it saves
 
 
@@ -36,8 +37,7 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _for_onednn(x: Tensor, columns: int) -> bool:
-    suits = x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return suits and x.numel() * columns >= _WORTH_IT
+    return _ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() * columns >= _WORTH_IT
 
 
 @torch.library.custom_op("shoal::linear", mutates_args=())
