@@ -53,7 +53,7 @@ def plain_torch(job: Job) -> Record:
     for step in range(STEPS):
         (batch,) = MadeUpBatches(alone, 0).batch(step)
         tokens, targets, dropout = reader._tensors(batch, step)
-        logits = torch.nn.functional.linear(model(tokens, dropout=dropout), model.head_weight)
+        logits = model(tokens, dropout=dropout)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()

@@ -157,7 +157,7 @@ def test_sampling_follows_the_most_probable_or_the_seed():
     greedy = sample(model, prompt, 5, temperature=0)
     ids = list(prompt)
     for expected in greedy:
-        assert int(model.logits(torch.tensor([ids[-6:]]))[0, -1].argmax()) == expected
+        assert int(model(torch.tensor([ids[-6:]]))[0, -1].argmax()) == expected
         ids.append(expected)
     assert len(greedy) == 5
     drawn = [sample(model, prompt, 20, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
@@ -172,7 +172,7 @@ def test_sampling_draws_in_proportion():
     with torch.no_grad():
         model.head.weight.mul_(40)
     temperature, count = 0.7, 2000
-    p = (model.logits(torch.tensor([[2]]))[0, -1] / temperature).softmax(-1)
+    p = (model(torch.tensor([[2]]))[0, -1] / temperature).softmax(-1)
     drawn = [sample(model, [2], 1, temperature, seed)[0] for seed in range(count)]
     for i in range(4):
         assert abs(drawn.count(i) - count * p[i]) < 5 * (count * p[i] * (1 - p[i])) ** 0.5

@@ -115,15 +115,15 @@ def test_names_shapes_and_cuts_of_one_model():
         ("blocks.0.mlp.gate_up.bias", (48,), (0, [(24, 24), (24, 24)])),
         ("blocks.0.mlp.down.weight", (8, 24), (1, [(24, 24)])),
         ("blocks.0.mlp.down.bias", (8,), None),
-        ("norm.weight", (8,), None),
         ("head.weight", (11, 8), (0, [(11, 11)])),
+        ("head.norm.weight", (8,), None),
     ]
     names = [
         p.name for p in inventory(ModelSpec(layers=1, norm="layernorm", positions="learned", mlp="gelu", tied=True))
     ]
     assert names == [
         "embedding.weight",
-        "positions.weight",
+        "embedding.positions",
         "blocks.0.attention_norm.weight",
         "blocks.0.attention_norm.bias",
         "blocks.0.attention.qkv.weight",
@@ -132,8 +132,8 @@ def test_names_shapes_and_cuts_of_one_model():
         "blocks.0.mlp_norm.bias",
         "blocks.0.mlp.up.weight",
         "blocks.0.mlp.down.weight",
-        "norm.weight",
-        "norm.bias",
+        "head.norm.weight",
+        "head.norm.bias",
     ]
 
 

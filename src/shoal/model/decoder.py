@@ -6,9 +6,7 @@ from torch import Tensor, nn
 from shoal.model.attention import visible
 from shoal.model.block import Block
 from shoal.model.dropout import DropoutKey, dropped
-from shoal.model.linear import Linear, linear
-from shoal.model.loss import head_loss
-from shoal.model.norm import norm
+from shoal.model.ends import Embedding, Head
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec
 
@@ -24,13 +22,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         with torch.device("meta"):  # torch's layers would spend seconds on random weights that are replaced anyway
-            self.embedding = nn.Embedding(spec.vocab, spec.hidden)
-            if spec.positions == "learned":
-                self.positions = nn.Embedding(spec.positions_max, spec.hidden)
+            self.embedding = Embedding(spec)
             self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-            self.norm = norm(spec)
-            if not spec.tied:
-                self.head = Linear(spec.hidden, spec.vocab, bias=False)
+            self.head = Head(spec)
         self.to(dtype).to_empty(device=device)
 
     def forward(
@@ -40,24 +34,8 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         dropout: DropoutKey | None = None,
     ) -> Tensor:
-        """The hidden states that the head reads: (b, s, h), after the last norm."""
-        spec, sequence = self.spec, tokens.shape[1]
-        if positions is None:
-            positions = torch.arange(sequence, device=tokens.device)[None]
-        mask = visible(sequence, spec.window, documents, tokens.device)
-        turn, noise = None, None
-        x = self.embedding(tokens)
-        if spec.positions == "learned":
-            x = x + self.positions(positions)
-        else:
-            turn = rotation(spec.rope, spec.head_size, positions, torch.promote_types(x.dtype, torch.float32))
-        if dropout is not None and spec.dropout:
-            rows, features = noise = dropout.noise(1 + 2 * spec.layers, spec.hidden)
-            x = dropped(x, spec.dropout, rows[0], features)
-        for layer, block in enumerate(self.blocks):
-            sites = None if noise is None else (noise[0][1 + 2 * layer : 3 + 2 * layer], noise[1])
-            x = block(x, turn, mask, sites)
-        return self.norm(x)
+        """Scores of every next token: (b, s, V) in the model's dtype."""
+        return self.head(self.hidden(tokens, positions, documents, dropout), self._tied())
 
     def loss(
         self,
@@ -71,25 +49,45 @@ class Decoder(nn.Module):
 
         Logits never exist whole; 0 with zero gradients when no target counts.
         """
-        return head_loss(self(tokens, positions, documents, dropout), self.head_weight, targets)
+        return self.head(self.hidden(tokens, positions, documents, dropout), self._tied(), targets)
 
-    def logits(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Scores of every next token: (b, s, V) in the model's dtype."""
-        return linear(self(tokens, positions, documents), self.head_weight)
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Scores of the one token that follows each row: (b, V)."""
+        return self.head(self.hidden(tokens)[:, -1], self._tied())
 
-    @property
-    def head_weight(self) -> Tensor:
-        """(V, h), the embedding's own when tied."""
-        return self.embedding.weight if self.spec.tied else self.head.weight
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+    ) -> Tensor:
+        """What the blocks make of the tokens: (b, s, h), before the last norm."""
+        spec, sequence = self.spec, tokens.shape[1]
+        if positions is None:
+            positions = torch.arange(sequence, device=tokens.device)[None]
+        mask = visible(sequence, spec.window, documents, tokens.device)
+        turn, noise = None, None
+        x = self.embedding(tokens, positions)
+        if spec.positions == "rope":
+            turn = rotation(spec.rope, spec.head_size, positions, torch.promote_types(x.dtype, torch.float32))
+        if dropout is not None and spec.dropout:
+            rows, features = noise = dropout.noise(1 + 2 * spec.layers, spec.hidden)
+            x = dropped(x, spec.dropout, rows[0], features)
+        for layer, block in enumerate(self.blocks):
+            sites = None if noise is None else (noise[0][1 + 2 * layer : 3 + 2 * layer], noise[1])
+            x = block(x, turn, mask, sites)
+        return x
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The inventory's units in order, each with the modules whose parameters it holds."""
-        inputs = [self.embedding, self.positions] if self.spec.positions == "learned" else [self.embedding]
-        outputs = [self.norm] if self.spec.tied else [self.norm, self.head]
+        """The inventory's units in forward order, each with the module whose parameters it holds."""
         blocks = [(f"blocks.{layer}", block) for layer, block in enumerate(self.blocks)]
-        return [("embedding", nn.ModuleList(inputs)), *blocks, ("head", nn.ModuleList(outputs))]
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
+
+    def _tied(self) -> Tensor | None:
+        return self.embedding.weight if self.spec.tied else None
 
     def compile_blocks(self) -> None:
         """Compiles each block and the last norm in place; equal blocks share one compilation, and names stay."""
-        for module in (*self.blocks, self.norm):
+        for module in (*self.blocks, self.head.norm):
             module.compile()

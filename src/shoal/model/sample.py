@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from shoal.model.decoder import Decoder
 
@@ -16,10 +15,10 @@ def sample(model: Decoder, prompt: Sequence[int], count: int, temperature: float
     """
     assert prompt, "a model needs one token at least to continue from"
     random = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
+    ids, device = list(prompt), next(model.parameters()).device
     for _ in range(count):
-        context = torch.tensor([ids[-model.spec.positions_max :]], device=model.head_weight.device)
-        scores = F.linear(model(context)[0, -1], model.head_weight).double().cpu()
+        context = torch.tensor([ids[-model.spec.positions_max :]], device=device)
+        scores = model.next_logits(context)[0].double().cpu()
         if temperature:
             chosen = torch.multinomial((scores / temperature).softmax(dim=-1), 1, generator=random)
         else:

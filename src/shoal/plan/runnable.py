@@ -5,7 +5,7 @@ from dataclasses import fields
 from shoal.spec.errors import RequestError
 from shoal.spec.layout import Layout
 
-RUNNABLE = ("dp", "zero", "hsdp", "micro_batches", "order")
+RUNNABLE = ("dp", "zero", "zero1", "reshard", "hsdp", "micro_batches", "order")
 
 
 def refuse_unbuilt(layout: Layout) -> None:

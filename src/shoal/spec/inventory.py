@@ -54,12 +54,12 @@ def inventory(model: ModelSpec) -> list[Parameter]:
     parameters = [_matrix("embedding.weight", (model.vocab, model.hidden), "embedding", model.init_std, vocabulary)]
     if model.positions == "learned":
         shape = (model.positions_max, model.hidden)
-        parameters.append(_matrix("positions.weight", shape, "embedding", model.init_std, None))
+        parameters.append(_matrix("embedding.positions", shape, "embedding", model.init_std, None))
     for layer in range(model.layers):
         parameters += _block(model, f"blocks.{layer}")
-    parameters += _norm(model.norm, "norm", model.hidden, "head")
     if not model.tied:
         parameters.append(_matrix("head.weight", (model.vocab, model.hidden), "head", model.init_std, vocabulary))
+    parameters += _norm(model.norm, "head.norm", model.hidden, "head")
     return parameters
 
 
@@ -75,7 +75,7 @@ def flops_per_token(model: ModelSpec, sequence: int) -> float:
     heads x head_size x k for attention's two products, where k is the mean number of keys that a token sees: sequence
     / 2, or w - w^2 / (2 sequence) with a window of w < sequence. Norms, softmax and recomputation count nothing.
     """
-    looked_up = ("embedding.weight", "positions.weight")
+    looked_up = ("embedding.weight", "embedding.positions")
     products = sum(elements(p) for p in inventory(model) if p.decay and p.name not in looked_up)
     if model.tied:
         products += model.vocab * model.hidden

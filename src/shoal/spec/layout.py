@@ -20,6 +20,12 @@ class Layout:
 
     dp: int = described(1, "ranks of data parallelism", low=1)
     zero: int = described(0, "ZeRO stage: 1 shards optimizer states, 2 gradients too, 3 weights too", low=0, high=3)
+    zero1: Literal["rs+ag", "ar+ag"] = described(
+        "rs+ag", "how ZeRO-1 sums gradients: reduce-scatter, or all-reduce as first described (half as much again)"
+    )
+    reshard: Literal["always", "never", "keep_last"] = described(
+        "always", "when ZeRO-3 frees a unit after forward; never gathers once, keep_last spares the last unit's second"
+    )
     hsdp: int = described(1, "replicas of hybrid sharding: dp = hsdp x ranks of one shard group", low=1)
     tp: int | str = described(1, "ranks of tensor parallelism: 4, or 2x2 for a square grid", low=1)
     sp: bool = described(False, "sequence parallelism on the tensor ranks, outside attention and MLP")

@@ -77,9 +77,11 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
                     f"{train.max_skipped} steps in a row, up to step {step}, had a loss or gradients that are not finite; "
                     f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
-    text = write_sample(trainer, job) if leads and train.sample else ""
-    if leads:
-        save_weights(trainer, out / "model.safetensors")
+    measured = world.ledger.transfers()
+    text = ""
+    if train.sample and (leads or trainer.states.shared):
+        text = write_sample(trainer, job)
+    save_weights(trainer, out / "model.safetensors", write=leads)
     seconds = time.perf_counter() - started
     return Summary(
         out=str(out),
@@ -94,8 +96,8 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         peak_memory=peak_memory(world.device.type),
         text=text,
         predicted=times(step_transfers(job, world.rank), train.steps)
-        + times(evaluation_transfers(job, world.rank), tally.evaluations),
-        measured=world.ledger.transfers(),
+        + times(evaluation_transfers(job, world.rank, len(held_out)), tally.evaluations),
+        measured=measured,
     )
 
 
@@ -107,9 +109,18 @@ def write_sample(trainer: Trainer, job: Job) -> str:
     return tokenizer.decode([*prompt, *written])
 
 
-def save_weights(trainer: Trainer, path: Path) -> None:
-    """Writes every parameter under its own name as safetensors; a killed save leaves the old file, if any."""
-    weights = {name: weight.detach().cpu().clone() for name, weight in trainer.states.weights()}
+def save_weights(trainer: Trainer, path: Path, write: bool) -> None:
+    """Writes every parameter under its own name as safetensors; a killed save leaves the old file, if any.
+
+    write: whether this rank does; the others call it too, since sharded weights are put together by all.
+    """
+    weights = {}
+    if write or trainer.states.shared:
+        for name, weight in trainer.states.weights():
+            if write:
+                weights[name] = weight.detach().cpu().clone()
+    if not write:
+        return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(weights, unfinished, metadata={"model": json.dumps(asdict(trainer.job.model))})

@@ -22,6 +22,8 @@ class DataParallel:
     count of valid tokens.
     """
 
+    shared = False  # every rank has all weights
+
     def __init__(self, buckets: list[Bucket], group: Group):
         self.buckets, self.group = buckets, group
         self.missing: list[

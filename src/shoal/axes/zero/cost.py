@@ -6,12 +6,13 @@ so that the N ranks of the shard group hold equal pieces. Sizes are bytes or ele
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shoal.axes.data.cost import SCALAR, buckets
 from shoal.spec.inventory import Parameter
 from shoal.transfer import Transfer, traffic
 
-ROOT = ("embedding", "head")  # with a tied head both units use one matrix, so they are one unit
+ENDS, ROOT = ("embedding", "head"), "root"  # with a tied head both ends use one matrix, so they are one unit
 
 
 @dataclass(frozen=True)
@@ -43,64 +44,76 @@ def padded(count: int, ranks: int) -> int:
     return -(-count // ranks) * ranks
 
 
-def partition(parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int) -> list[list[Parameter]]:
-    """The parameters in parts: buckets in backward order for stages 1 and 2, units in forward order for stage 3."""
+def partition(
+    parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int
+) -> dict[str, list[Parameter]]:
+    """The parameters in parts by name: buckets in backward order up to stage 2, units in forward order for stage 3."""
     if stage < 3:  # stage 0 is plain data parallelism
-        return buckets(parameters, bucket_bytes, width)
+        return {f"bucket {i}": run for i, run in enumerate(buckets(parameters, bucket_bytes, width))}
     units: dict[str, list[Parameter]] = {}
     tied = not any(parameter.name == "head.weight" for parameter in parameters)
     for parameter in parameters:
-        unit = "root" if tied and parameter.unit in ROOT else parameter.unit
-        units.setdefault(unit, []).append(parameter)
-    return list(units.values())
+        units.setdefault(ROOT if tied and parameter.unit in ENDS else parameter.unit, []).append(parameter)
+    return units
 
 
 def step_transfers(
-    sizes: Sequence[int], cut: Sharding, rank: int, replica: int, micro_batches: int
+    sizes: Sequence[int], cut: Sharding, rank: int, replica: int, micro_batches: int, kept: Sequence[bool] = ()
 ) -> Iterator[Transfer]:
     """Transfers of one training step on one rank, beside those of the loss.
 
-    sizes: elements of the parts. rank, replica: this rank's places in the shard and the replicate group.
-    Per micro-batch stage 2 reduce-scatters and stage 3 gathers twice and reduce-scatters; stage 1, and what crosses
-    replicas, once a step. With N ranks and Psi elements, one direction: stages 1 and 2 (N-1)/N (w + g) Psi, stage 3
-    (N-1)/N (2 w + g) Psi per micro-batch, w and g the widths.
+    sizes: elements of the parts; kept: which of them stay gathered in stage 3. rank, replica: this rank's places in the
+    shard and the replicate group. Per micro-batch stage 2 reduce-scatters, and stage 3 gathers twice and
+    reduce-scatters; stage 1, and what crosses replicas, once a step. With N ranks and Psi elements, one direction:
+    stages 1 and 2 (N-1)/N (w + g) Psi, stage 3 (N-1)/N (2 w + g) Psi, w and g the widths.
     """
-    last = micro_batches - 1
+    wholes = [padded(size, cut.ranks) for size in sizes]
     if cut.ranks > 1:
-        for size in sizes:
-            yield from _part_transfers(padded(size, cut.ranks), cut, rank, micro_batches)
-        if cut.stage == 3:
-            yield from _gathers([padded(size, cut.ranks) for size in sizes], cut, rank, micro_batches)
+        yield from _gradients(wholes, cut, rank, micro_batches)
+        yield from _weights(wholes, cut, rank, micro_batches, kept)
         sent, received = traffic("all_reduce", 1, SCALAR, cut.ranks, rank)
         yield Transfer("optimizer", cut.shard_axis, "all_reduce", sent, received)  # squares for the gradient norm
     if cut.replicas > 1:
-        for size in sizes:
-            piece = padded(size, cut.ranks) // cut.ranks
-            sent, received = traffic("all_reduce", piece, cut.reduce_width, cut.replicas, replica)
-            yield Transfer("backward", "replicate", "all_reduce", sent, received, micro_batch=last)
+        for whole in wholes:
+            sent, received = traffic("all_reduce", whole // cut.ranks, cut.reduce_width, cut.replicas, replica)
+            yield Transfer("backward", "replicate", "all_reduce", sent, received, micro_batch=micro_batches - 1)
 
 
-def _part_transfers(whole: int, cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
-    """Gradients of one part, and in stages 1 and 2 its updated weights."""
-    last = micro_batches - 1
+def _gradients(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
+    """Every part's gradient on its way to the shards: in each micro-batch, in stage 1 only in the last."""
     reduce = "all_reduce" if cut.stage == 1 and cut.literal else "reduce_scatter"
-    sent, received = traffic(reduce, whole, cut.reduce_width, cut.ranks, rank)
-    for micro_batch in range(micro_batches) if cut.stage > 1 else (last,):
-        yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
+    for micro_batch in range(micro_batches) if cut.stage > 1 else (micro_batches - 1,):
+        for whole in wholes:
+            sent, received = traffic(reduce, whole, cut.reduce_width, cut.ranks, rank)
+            yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
+
+
+def _weights(
+    wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int, kept: Sequence[bool]
+) -> Iterator[Transfer]:
+    """Every part's weights put together: after the update; in stage 3 before each use, unless still there."""
     if cut.stage < 3:
-        yield Transfer(
-            "optimizer", cut.shard_axis, "all_gather", *traffic("all_gather", whole, cut.width, cut.ranks, rank)
-        )
-
-
-def _gathers(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
-    """Stage 3's all-gathers: every unit in forward; in backward again those that were freed."""
-    again = {"always": wholes, "keep_last": wholes[:-1], "never": ()}[cut.reshard]
+        for whole in wholes:
+            sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
+            yield Transfer("optimizer", cut.shard_axis, "all_gather", sent, received)
+        return
     for micro_batch in range(micro_batches):
-        for phase, gathered in (("forward", wholes), ("backward", again)):
-            for whole in gathered:
-                sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
-                yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
+        for phase in ("forward", "backward"):
+            for whole, stays in zip(wholes, kept, strict=True):
+                if phase == "forward" or not stays:
+                    sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
+                    yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
+
+
+def evaluation_transfers(
+    sizes: Sequence[int], cut: Sharding, rank: int, forwards: int, uses: Sequence[int]
+) -> Iterator[Transfer]:
+    """Transfers of `forwards` forwards without backward, in stage 3: each unit is gathered at each of its `uses`."""
+    if cut.stage == 3 and cut.ranks > 1:
+        for size, count in zip(sizes, uses, strict=True):
+            sent, received = traffic("all_gather", padded(size, cut.ranks), cut.width, cut.ranks, rank)
+            calls = count * forwards
+            yield Transfer("evaluate", cut.shard_axis, "all_gather", sent * calls, received * calls, calls=calls)
 
 
 def resting_bytes(sizes: Sequence[int], cut: Sharding, rank: int) -> dict[str, int]:
@@ -123,24 +136,26 @@ def resting_bytes(sizes: Sequence[int], cut: Sharding, rank: int) -> dict[str, i
 
 
 def peak_bytes(sizes: Sequence[int], cut: Sharding, kept: Sequence[bool] = ()) -> dict[str, int]:
-    """The most that comes on top while a step runs, by category (spec MEM-3); parts as `partition` gives them.
+    """The most that comes on top while a step runs, by category (spec MEM-3).
+
+    sizes: elements of the parts in the order of `partition`; kept: which of them stay gathered in stage 3.
 
     gathered: in stage 3 a unit and the one that is fetched meanwhile, beside what is kept from forward to backward.
     buckets: in stages 2 and 3 the whole gradient that fills and the one that is on its way, in backward order.
     """
     wholes = [padded(size, cut.ranks) for size in sizes]
     gathered = cut.width * _gathered_peak(wholes, list(kept) or [False] * len(wholes)) if cut.stage == 3 else 0
-    pairs = [a + b for a, b in zip(wholes, wholes[1:], strict=False)] or wholes
+    pairs = [a + b for a, b in pairwise(wholes)] or wholes
     return {"gathered": gathered, "buckets": cut.reduce_width * max(pairs) if cut.stage > 1 else 0}
 
 
-def kept_units(units: Sequence[str], reshard: str) -> list[bool]:
+def kept_units(units: Sequence[str], reshard: str) -> set[str]:
     """Which units stay gathered from forward to backward. units: their names in forward order.
 
     A root, whose matrix is used at both ends of the model, always does.
     """
-    last = len(units) - 1
-    return [name == "root" or reshard == "never" or (reshard == "keep_last" and i == last) for i, name in enumerate(units)]
+    kept = {"always": set(), "keep_last": {units[-1]}, "never": set(units)}[reshard]
+    return kept | ({ROOT} & set(units))
 
 
 def _gathered_peak(wholes: Sequence[int], kept: Sequence[bool]) -> int:

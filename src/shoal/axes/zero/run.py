@@ -5,9 +5,10 @@ In stage 3, hooks on units gather a unit before it computes, in forward and in b
 free what is done. Parts leave in one order on every rank, since collectives in different order give silently wrong sums.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,32 +21,52 @@ from shoal.comm.world import Group
 
 
 class ZeRO:
-    """The sharded states of a model. `parts` stand in the order in which their gradients leave: backward order.
+    """The sharded states of a model over `group`.
 
-    replicas: the group of ranks that hold the same shards, for hybrid shard. literal, reshard: as in cost.Sharding.
+    runs: named parameters of each part, in stage 3 of each unit; units in forward order, buckets in backward order.
+    decays: names of parameters with weight decay. modules: for stage 3, the modules that use each unit when called.
+    kept: units that stay gathered from forward to backward. replicas: the ranks that hold the same shards, for hybrid
+    shard. literal: stage 1 sums whole gradients with an all-reduce. gradient_dtype: of gradients on the wire and in the
+    shards, by default that of the parameters.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        runs: Mapping[str, Sequence[tuple[str, nn.Parameter]]],
+        decays: set[str],
         group: Group,
         *,
         stage: int,
+        modules: Mapping[str, Sequence[nn.Module]] | None = None,
+        kept: set[str] | None = None,
         replicas: Group | None = None,
         literal: bool = False,
-        memory: Memory,
+        gradient_dtype: torch.dtype | None = None,
     ):
-        self.parts, self.group, self.stage = [part for part in parts if part.trainable], group, stage
-        self.replicas, self.literal, self.memory = replicas, literal, memory
+        self.group, self.stage, self.replicas, self.literal = group, stage, replicas, literal
+        self.memory = Memory()
+        self.units: list[Unit] = []
+        self.order: list[Unit] = []  # as the first forward called them
+        self.parts: list[Part] = []  # the trainable ones, as their gradients leave: in backward order
+        for name, run in runs.items():
+            made = [Part(part, decays, group, stage, self.memory, gradient_dtype) for part in _alike(run, stage)]
+            self.parts += [part for part in made if part.trainable]
+            if stage == 3:
+                self.units.append(Unit(self, made, (modules or {})[name], keep=name in (kept or set())))
+        if stage == 3:
+            self.parts.reverse()
         self.first = self.last = True  # of the step's micro-batches
         self.complete: set[int] = set()
         self.sent = 0  # parts that have left in this backward
         self.in_flight: tuple[Part, Handle] | None = None
-        self.units: list[Unit] = []
-        self.order: list[Unit] = []  # as the first forward called them
         for place, part in enumerate(self.parts):
             for index, slot in enumerate(part.slots):
                 slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
+
+    @property
+    def shared(self) -> bool:
+        """Whether the whole weights need all ranks."""
+        return self.stage == 3 and self.group.size > 1
 
     # ---- one micro-batch
 
@@ -67,7 +88,7 @@ class ZeRO:
             self._settle()
         for unit in self.units:
             unit.free()
-        for unit, following in zip(self.order, self.order[1:], strict=False):
+        for unit, following in pairwise(self.order):
             unit.next, following.previous = following, unit
         if last and self.replicas is not None and self.replicas.size > 1:
             for handle in [all_reduce(part.gradients, self.replicas, asynchronous=True) for part in self.parts]:
@@ -213,6 +234,17 @@ class Unit:
         self.wait()
         if self.previous is not None:
             self.previous.gather()
+
+
+def _alike(
+    run: Sequence[tuple[str, nn.Parameter]], stage: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters that can share flat buffers: of one dtype, trainable or frozen; frozen ones move in stage 3 only."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in run:
+        if parameter.requires_grad or stage == 3:
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+    return list(kinds.values())
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -75,12 +75,17 @@ class Batches:
     def first(self, batches: int) -> list[MicroBatch]:
         """The rank's part of the split's first `batches` x batch samples, in their own order, for evaluation.
 
-        As far as there are samples: the last ranks may read fewer, down to none.
+        Every rank gets equally many micro-batches, since a forward may be a collective. Where the samples run out, the
+        last ranks get a sample again whose targets do not count.
         """
         ranks, size = self.job.layout.dp, self.job.micro_batch
         numbers = np.arange(min(batches * self.job.train.batch, self.dataset.samples))
-        mine = [numbers[start : start + size] for start in range(self.rank * size, len(numbers), ranks * size)]
-        return [MicroBatch(*self.dataset.get(part), part) for part in mine]
+        parts = []
+        for start in range(self.rank * size, len(numbers) + self.rank * size, ranks * size):
+            part = numbers[start : start + size]
+            tokens, targets = self.dataset.get(part if len(part) else numbers[:1])
+            parts.append(MicroBatch(tokens, targets if len(part) else np.full_like(targets, IGNORED), part))
+        return parts
 
 
 def check_vocabulary(file: TokenFile, vocab: int) -> None:
