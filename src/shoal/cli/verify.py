@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(verdict, console: Console) -> None:
     """The verdict as one table and a closing line."""
-    table = Table(title=f"{verdict.layout} against one process; bytes sent by all ranks")
+    table = Table(title=f"{verdict.layout} against one process", caption="bytes sent, all ranks together")
     table.add_column("what")
     for column in ("planned", "measured", "calls"):
         table.add_column(column, justify="right")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from shoal.axes.data import cost as data
 from shoal.axes.zero import cost as zero
 from shoal.mesh import Mesh
-from shoal.spec.inventory import elements, inventory
+from shoal.spec.inventory import inventory
 from shoal.spec.job import WIDTH, Job
 from shoal.transfer import Transfer
 
@@ -16,8 +16,8 @@ def sharding(job: Job) -> zero.Sharding:
     width = WIDTH[job.train.dtype]
     return zero.Sharding(
         stage=job.layout.zero,
-        ranks=job.layout.dp // job.layout.hsdp,
-        replicas=job.layout.hsdp,
+        ranks=job.layout.dp // job.layout.hsdp if job.layout.zero else 1,
+        replicas=job.layout.hsdp if job.layout.zero else 1,
         literal=job.layout.zero1 == "ar+ag",
         reshard=job.layout.reshard,
         width=width,
@@ -27,44 +27,35 @@ def sharding(job: Job) -> zero.Sharding:
     )
 
 
+def parts_of(job: Job) -> zero.Parts:
+    """What one collective of the data axis moves at once, by name."""
+    return zero.partition(inventory(job.model), job.layout.zero, job.train.bucket_mb * 1e6, WIDTH[job.train.dtype])
+
+
 def step_transfers(job: Job, rank: int) -> list[Transfer]:
     """Every transfer of one training step on `rank`, in closed form."""
-    mesh, layout, cut = Mesh.of(job.layout), job.layout, sharding(job)
-    sizes = _sizes(job, cut)
-    transfers = list(data.loss_transfers(layout.dp, mesh.coordinate("dp", rank)))
-    if not cut.stage:
-        width, last = cut.width, layout.micro_batches - 1
-        return transfers + list(
-            data.gradient_transfers(list(sizes.values()), layout.dp, mesh.coordinate("dp", rank), width, last)
-        )
-    kept = zero.kept_units(list(sizes), cut.reshard) if cut.stage == 3 else set()
-    return transfers + list(
-        zero.step_transfers(
-            list(sizes.values()),
-            cut,
-            mesh.coordinate("shard", rank),
-            mesh.coordinate("replicate", rank),
-            layout.micro_batches,
-            [name in kept for name in sizes],
-        )
-    )
+    mesh, layout, cut, parts = Mesh.of(job.layout), job.layout, sharding(job), parts_of(job)
+    place = mesh.coordinate("dp", rank)
+    shard = mesh.coordinate("shard", rank) if cut.stage else 0
+    transfers: list[Transfer] = [*data.loss_transfers(layout.dp, place)]
+    if cut.stage:
+        replica = mesh.coordinate("replicate", rank)
+        transfers += zero.step_transfers(parts, cut, shard, replica, layout.micro_batches)
+    else:
+        last = layout.micro_batches - 1
+        transfers += data.gradient_transfers(zero.sizes(parts), layout.dp, place, cut.width, last)
+    if job.train.offload != "none":
+        transfers += zero.offload_transfers(parts, cut, shard, job.train.offload)
+    return transfers
 
 
 def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
     """Every transfer of one evaluation of `forwards` micro-batches on `rank`: weights, the loss, the valid tokens."""
-    mesh, cut = Mesh.of(job.layout), sharding(job)
-    sizes = _sizes(job, cut)
-    uses = [2 if name == zero.ROOT else 1 for name in sizes]
+    mesh = Mesh.of(job.layout)
     return [
         *data.evaluation_transfers(job.layout.dp, mesh.coordinate("dp", rank)),
-        *zero.evaluation_transfers(list(sizes.values()), cut, mesh.coordinate("shard", rank), forwards, uses),
+        *zero.evaluation_transfers(parts_of(job), sharding(job), mesh.coordinate("shard", rank), forwards),
     ]
-
-
-def _sizes(job: Job, cut: zero.Sharding) -> dict[str, int]:
-    """Elements of every part, by name."""
-    parts = zero.partition(inventory(job.model), cut.stage, job.train.bucket_mb * 1e6, cut.width)
-    return {name: sum(map(elements, part)) for name, part in parts.items()}
 
 
 def times(transfers: Iterable[Transfer], count: int) -> list[Transfer]:

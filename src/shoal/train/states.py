@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from shoal.axes.data.run import DataParallel
 from shoal.axes.flat import Bucket
-from shoal.axes.zero.cost import ROOT, kept_units, partition
+from shoal.axes.zero.cost import ROOT, kept_units
 from shoal.axes.zero.run import ZeRO
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
-from shoal.plan.traffic import sharding
+from shoal.plan.traffic import parts_of, sharding
 from shoal.spec.inventory import inventory
 from shoal.spec.job import Job
 
@@ -38,10 +38,7 @@ def data_states(model: Decoder, job: Job, world: World) -> States:
     """The states of `model` on this rank, as the job's layout wants them over the data axis."""
     parameters, cut = inventory(job.model), sharding(job)
     named, decays = dict(model.named_parameters()), {p.name for p in parameters if p.decay}
-    runs = {
-        name: [(p.name, named[p.name]) for p in run]
-        for name, run in partition(parameters, cut.stage, job.train.bucket_mb * 1e6, cut.width).items()
-    }
+    runs = {name: [(p.name, named[p.name]) for p in run] for name, run in parts_of(job).items()}
     if not cut.stage:
         return DataParallel([Bucket(run, decays) for run in runs.values()], world.group("dp"))
     modules: dict[str, list[nn.Module]] = {}
@@ -53,7 +50,7 @@ def data_states(model: Decoder, job: Job, world: World) -> States:
         world.group(cut.shard_axis),
         stage=cut.stage,
         modules=modules if cut.stage == 3 else {},
-        kept=kept_units(list(runs), cut.reshard) if cut.stage == 3 else set(),
+        kept=kept_units(list(runs), cut) if cut.stage == 3 else set(),
         replicas=world.group("replicate") if cut.replicas > 1 else None,
         literal=cut.literal,
     )

@@ -4,15 +4,17 @@ A *part* is what one collective moves: a bucket in stages 1 and 2, a unit in sta
 so that the N ranks of the shard group hold equal pieces. Sizes are bytes or elements as named. No torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.axes.data.cost import SCALAR, buckets
-from shoal.spec.inventory import Parameter
+from shoal.spec.inventory import Parameter, elements
 from shoal.transfer import Transfer, traffic
 
 ENDS, ROOT = ("embedding", "head"), "root"  # with a tied head both ends use one matrix, so they are one unit
+
+Parts = Mapping[str, Sequence[Parameter]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,12 @@ def padded(count: int, ranks: int) -> int:
     return -(-count // ranks) * ranks
 
 
-def partition(
-    parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int
-) -> dict[str, list[Parameter]]:
+def sizes(parts: Parts) -> list[int]:
+    """Elements of each part, without padding."""
+    return [sum(map(elements, part)) for part in parts.values()]
+
+
+def partition(parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int) -> Parts:
     """The parameters in parts by name: buckets in backward order up to stage 2, units in forward order for stage 3."""
     if stage < 3:  # stage 0 is plain data parallelism
         return {f"bucket {i}": run for i, run in enumerate(buckets(parameters, bucket_bytes, width))}
@@ -57,26 +62,32 @@ def partition(
     return units
 
 
-def step_transfers(
-    sizes: Sequence[int], cut: Sharding, rank: int, replica: int, micro_batches: int, kept: Sequence[bool] = ()
-) -> Iterator[Transfer]:
+def step_transfers(parts: Parts, cut: Sharding, rank: int, replica: int, micro_batches: int) -> Iterator[Transfer]:
     """Transfers of one training step on one rank, beside those of the loss.
 
-    sizes: elements of the parts; kept: which of them stay gathered in stage 3. rank, replica: this rank's places in the
-    shard and the replicate group. Per micro-batch stage 2 reduce-scatters, and stage 3 gathers twice and
-    reduce-scatters; stage 1, and what crosses replicas, once a step. With N ranks and Psi elements, one direction:
-    stages 1 and 2 (N-1)/N (w + g) Psi, stage 3 (N-1)/N (2 w + g) Psi, w and g the widths.
+    parts: as `partition` gives them. rank, replica: this rank's places in the shard and the replicate group. Per
+    micro-batch stage 2 reduce-scatters, and stage 3 gathers twice and reduce-scatters; stage 1, and what crosses
+    replicas, once a step. With N ranks and Psi elements, one direction: stages 1 and 2 (N-1)/N (w + g) Psi, stage 3
+    (N-1)/N (2 w + g) Psi, w and g the widths.
     """
-    wholes = [padded(size, cut.ranks) for size in sizes]
+    wholes = {name: padded(size, cut.ranks) for name, size in zip(parts, sizes(parts), strict=True)}
     if cut.ranks > 1:
-        yield from _gradients(wholes, cut, rank, micro_batches)
-        yield from _weights(wholes, cut, rank, micro_batches, kept)
+        yield from _gradients(list(wholes.values()), cut, rank, micro_batches)
+        yield from _weights(wholes, cut, rank, micro_batches, kept_units(list(parts), cut))
         sent, received = traffic("all_reduce", 1, SCALAR, cut.ranks, rank)
         yield Transfer("optimizer", cut.shard_axis, "all_reduce", sent, received)  # squares for the gradient norm
     if cut.replicas > 1:
-        for whole in wholes:
+        for whole in wholes.values():
             sent, received = traffic("all_reduce", whole // cut.ranks, cut.reduce_width, cut.replicas, replica)
             yield Transfer("backward", "replicate", "all_reduce", sent, received, micro_batch=micro_batches - 1)
+
+
+def offload_transfers(parts: Parts, cut: Sharding, rank: int, place: str) -> Iterator[Transfer]:
+    """What an optimizer step fetches from `place` (host, disk) and stores there: every state of this rank (spec BG-6)."""
+    for run in own_runs(parts, cut, rank):
+        size = run * cut.state_width * (3 if cut.masters else 2)
+        yield Transfer("optimizer", place, "fetch", 0, size)
+        yield Transfer("optimizer", place, "store", size, 0)
 
 
 def _gradients(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
@@ -89,86 +100,90 @@ def _gradients(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: i
 
 
 def _weights(
-    wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int, kept: Sequence[bool]
+    wholes: Mapping[str, int], cut: Sharding, rank: int, micro_batches: int, kept: set[str]
 ) -> Iterator[Transfer]:
     """Every part's weights put together: after the update; in stage 3 before each use, unless still there."""
     if cut.stage < 3:
-        for whole in wholes:
+        for whole in wholes.values():
             sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
             yield Transfer("optimizer", cut.shard_axis, "all_gather", sent, received)
         return
     for micro_batch in range(micro_batches):
         for phase in ("forward", "backward"):
-            for whole, stays in zip(wholes, kept, strict=True):
-                if phase == "forward" or not stays:
+            for name, whole in wholes.items():
+                if phase == "forward" or name not in kept:
                     sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
                     yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
 
 
-def evaluation_transfers(
-    sizes: Sequence[int], cut: Sharding, rank: int, forwards: int, uses: Sequence[int]
-) -> Iterator[Transfer]:
-    """Transfers of `forwards` forwards without backward, in stage 3: each unit is gathered at each of its `uses`."""
+def evaluation_transfers(parts: Parts, cut: Sharding, rank: int, forwards: int) -> Iterator[Transfer]:
+    """Transfers of `forwards` forwards without backward, in stage 3: each unit at each use, a root at both ends."""
     if cut.stage == 3 and cut.ranks > 1:
-        for size, count in zip(sizes, uses, strict=True):
+        for name, size in zip(parts, sizes(parts), strict=True):
+            calls = forwards * (2 if name == ROOT else 1)
             sent, received = traffic("all_gather", padded(size, cut.ranks), cut.width, cut.ranks, rank)
-            calls = count * forwards
             yield Transfer("evaluate", cut.shard_axis, "all_gather", sent * calls, received * calls, calls=calls)
 
 
-def resting_bytes(sizes: Sequence[int], cut: Sharding, rank: int) -> dict[str, int]:
+def own_runs(parts: Parts, cut: Sharding, rank: int) -> list[int]:
+    """Elements of each run that the optimizer of `rank` updates at once: its piece of a part, cut where decay ends."""
+    runs = []
+    for part in parts.values():
+        whole, decayed = sum(map(elements, part)), sum(elements(p) for p in part if p.decay)
+        piece = padded(whole, cut.ranks) // cut.ranks
+        edges = [min(max(edge - rank * piece, 0), piece) for edge in (decayed, whole)]
+        runs += [run for run in (edges[0], edges[1] - edges[0]) if run]
+    return runs
+
+
+def resting_bytes(parts: Parts, cut: Sharding, rank: int) -> dict[str, int]:
     """Bytes that `rank` of the shard group holds between steps, by category (spec MEM-2, with padding).
 
     Per parameter and N ranks, in bfloat16 with float32 states (2 + 2 + 12): stage 1 4 + 12/N, stage 2 2 + 14/N, stage 3
     16/N. Optimizer states are kept for the parameters of the rank's pieces, not for padding.
     """
-    wholes = [padded(size, cut.ranks) for size in sizes]
-    whole, piece = sum(wholes), sum(wholes) // cut.ranks
-    mine = 0
-    for size, width in zip(sizes, wholes, strict=True):
-        start = rank * width // cut.ranks
-        mine += min(max(size - start, 0), width // cut.ranks)
+    whole = sum(padded(size, cut.ranks) for size in sizes(parts))
     return {
-        "weights": cut.width * (whole if cut.stage < 3 else piece),
-        "gradients": cut.reduce_width * (whole if cut.stage < 2 else piece),
-        "optimizer": cut.state_width * mine * (3 if cut.masters else 2),
+        "weights": cut.width * (whole if cut.stage < 3 else whole // cut.ranks),
+        "gradients": cut.reduce_width * (whole if cut.stage < 2 else whole // cut.ranks),
+        "optimizer": cut.state_width * (3 if cut.masters else 2) * sum(own_runs(parts, cut, rank)),
     }
 
 
-def peak_bytes(sizes: Sequence[int], cut: Sharding, kept: Sequence[bool] = ()) -> dict[str, int]:
+def peak_bytes(parts: Parts, cut: Sharding) -> dict[str, int]:
     """The most that comes on top while a step runs, by category (spec MEM-3).
 
-    sizes: elements of the parts in the order of `partition`; kept: which of them stay gathered in stage 3.
-
     gathered: in stage 3 a unit and the one that is fetched meanwhile, beside what is kept from forward to backward.
-    buckets: in stages 2 and 3 the whole gradient that fills and the one that is on its way, in backward order.
+    buckets: in stages 2 and 3 the whole gradient that fills and the one that is on its way, in backward order; beside a
+    root's, which backward meets first and leaves last.
     """
-    wholes = [padded(size, cut.ranks) for size in sizes]
-    gathered = cut.width * _gathered_peak(wholes, list(kept) or [False] * len(wholes)) if cut.stage == 3 else 0
-    pairs = [a + b for a, b in pairwise(wholes)] or wholes
-    return {"gathered": gathered, "buckets": cut.reduce_width * max(pairs) if cut.stage > 1 else 0}
+    wholes = {name: padded(size, cut.ranks) for name, size in zip(parts, sizes(parts), strict=True)}
+    gathered = _gathered_peak(wholes, kept_units(list(parts), cut)) if cut.stage == 3 else 0
+    root = wholes.pop(ROOT, 0)
+    pairs = [a + b for a, b in pairwise(wholes.values())] or list(wholes.values()) or [0]
+    buckets = root + max(pairs) if cut.stage > 1 else 0
+    return {"gathered": cut.width * gathered, "buckets": cut.reduce_width * buckets}
 
 
-def kept_units(units: Sequence[str], reshard: str) -> set[str]:
-    """Which units stay gathered from forward to backward. units: their names in forward order.
+def kept_units(units: Sequence[str], cut: Sharding) -> set[str]:
+    """Which units stage 3 keeps gathered from forward to backward. units: their names in forward order.
 
-    A root, whose matrix is used at both ends of the model, always does.
+    A root, whose matrix is used at both ends of the model, always stays.
     """
-    kept = {"always": set(), "keep_last": {units[-1]}, "never": set(units)}[reshard]
+    kept = {"always": set(), "keep_last": {units[-1]}, "never": set(units)}[cut.reshard]
     return kept | ({ROOT} & set(units))
 
 
-def _gathered_peak(wholes: Sequence[int], kept: Sequence[bool]) -> int:
+def _gathered_peak(wholes: Mapping[str, int], kept: set[str]) -> int:
     """The most elements gathered at once in one forward and backward, walked unit by unit."""
-    last, held, peak = len(wholes) - 1, set[int](), 0
-    for unit in range(last + 1):  # forward: this unit and the next
-        held |= {unit, min(unit + 1, last)}
-        peak = max(peak, sum(wholes[place] for place in held))
-        if not kept[unit]:
-            held.discard(unit)
-    for unit in range(last, -1, -1):  # backward: this unit and the one before, until this one's gradients have left
-        held |= {unit, max(unit - 1, 0)}
-        peak = max(peak, sum(wholes[place] for place in held))
-        if not (kept[unit] and unit == 0):
-            held.discard(unit)
+    names = list(wholes)
+    held, peak = set[str](), 0
+    for unit, following in zip(names, [*names[1:], names[-1]], strict=True):  # forward: this unit and the next
+        held |= {unit, following}
+        peak = max(peak, sum(wholes[name] for name in held))
+        held -= {unit} - kept
+    for unit, before in zip(reversed(names), [*reversed(names[:-1]), names[0]], strict=True):  # and the one before
+        held |= {unit, before}
+        peak = max(peak, sum(wholes[name] for name in held))
+        held -= {unit} - {ROOT}  # its gradients have left
     return peak

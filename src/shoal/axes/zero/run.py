@@ -46,7 +46,8 @@ class ZeRO:
         self.group, self.stage, self.replicas, self.literal = group, stage, replicas, literal
         self.memory = Memory()
         self.units: list[Unit] = []
-        self.order: list[Unit] = []  # as the first forward called them
+        self.order: list[Unit] = []  # as they were first called, learnt for prefetching
+        self.calls, self.first_call = 0, dict[Unit, int]()  # of this micro-batch
         self.parts: list[Part] = []  # the trainable ones, as their gradients leave: in backward order
         for name, run in runs.items():
             made = [Part(part, decays, group, stage, self.memory, gradient_dtype) for part in _alike(run, stage)]
@@ -77,8 +78,7 @@ class ZeRO:
         self.complete = set()
         for part in self.parts:
             part.arrived = set()
-        for unit in self.units:
-            unit.calls = 0
+        self.calls, self.first_call = 0, {}
         yield
         if first and not self._leaves:
             for part in self.parts:
@@ -127,16 +127,25 @@ class ZeRO:
             self.in_flight = None
             part.take_in(handle, fresh=self.first)
 
-    def saw(self, unit: "Unit") -> None:
-        """A unit's forward begins."""
+    def saw(self, unit: "Unit") -> int:
+        """A unit's forward begins; the number of this call in the micro-batch."""
         if unit not in self.order:
             self.order.append(unit)
+        self.first_call.setdefault(unit, self.calls)
+        self.calls += 1
+        return self.calls - 1
 
-    def send_before(self, unit: "Unit") -> None:
-        """Sends what stands before a unit's parts: backward has passed it."""
-        places = [place for place, part in enumerate(self.parts) if part in unit.parts]
-        if places:
-            self._send(min(places))
+    def passed(self, call: int) -> None:
+        """Backward has come back to a call: every unit that was first called later is done, so its parts leave.
+
+        That holds also where a parameter took no part on this rank and its gradient never comes.
+        """
+        stop = 0
+        for unit in reversed(self.units):
+            if self.first_call.get(unit, call + 1) <= call:
+                break
+            stop += sum(part.trainable for part in unit.parts)
+        self._send(stop)
 
     # ---- the rest of a step
 
@@ -193,8 +202,7 @@ class Unit:
     """
 
     def __init__(self, zero: ZeRO, parts: Sequence[Part], modules: Sequence[nn.Module], keep: bool):
-        self.zero, self.parts, self.keep = zero, parts, keep
-        self.calls = 0  # in this micro-batch
+        self.zero, self.parts, self.keep, self.call = zero, parts, keep, 0
         self.next: Unit | None = None
         self.previous: Unit | None = None
         for module in modules:
@@ -215,9 +223,9 @@ class Unit:
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         self.wait()
-        self.calls += 1
-        self.zero.saw(self)
-        if self.next is not None:
+        again = self in self.zero.first_call
+        self.call = self.zero.saw(self)
+        if self.next is not None and not again:
             self.next.gather()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -225,20 +233,16 @@ class Unit:
         if not tensors or not self.keep:
             self.free()
         for tensor in tensors:
-            tensor.register_hook(self._before_backward)
+            tensor.register_hook(partial(self._before_backward, self.call))
 
-    def _before_backward(self, gradient: Tensor) -> None:
-        if self.calls == 1:
-            # Every unit after this one is done, also where a parameter took no part and no gradient ever comes.
-            self.zero.send_before(self)
+    def _before_backward(self, call: int, gradient: Tensor) -> None:
+        self.zero.passed(call)
         self.wait()
         if self.previous is not None:
             self.previous.gather()
 
 
-def _alike(
-    run: Sequence[tuple[str, nn.Parameter]], stage: int
-) -> list[list[tuple[str, nn.Parameter]]]:
+def _alike(run: Sequence[tuple[str, nn.Parameter]], stage: int) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters that can share flat buffers: of one dtype, trainable or frozen; frozen ones move in stage 3 only."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in run:
