@@ -16,7 +16,7 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
 from shoal.plan.traffic import parts_of, sharding, step_transfers, times
-from shoal.spec.inventory import Parameter, elements, inventory
+from shoal.spec.inventory import Parameter, inventory
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 from shoal.train.trainer import Trainer
@@ -254,17 +254,33 @@ def first_steps(job, steps):
     return Record(truth.losses[:steps], truth.grad_norms[:steps], truth.gradients[:steps], truth.weights, [])
 
 
+@pytest.mark.parametrize("reduce_dtype", ["same", "float32"])
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=2,micro_batches=4", "dp=4,zero=3"])
-def test_bfloat16_keeps_its_masters_in_the_shards(pool, layout):
-    """The same losses as one process in bfloat16 to its own rounding, and 12 bytes of optimizer per element of a shard."""
+def test_bfloat16_keeps_its_masters_in_the_shards(pool, layout, reduce_dtype):
+    """Close to float64's first gradients, to bfloat16's rounding; 16 bytes per parameter, 18 with float32 gradients.
+
+    The usual 20 counts a bfloat16 gradient beside the float32 one; here each is taken up and freed as backward makes it.
+    """
     asked = job(layout, MODELS["llama-like"], "bfloat16")
-    alone = replace(asked, layout=Layout())
-    (truth,) = pool.run(trial, 1, alone, 3)
+    asked = replace(asked, train=replace(asked.train, reduce_dtype=reduce_dtype))
+    truth = plain_torch(replace(asked, train=replace(asked.train, dtype="float64", reduce_dtype="same")))
     records = pool.run(trial, asked.layout.world, asked, 3)
-    assert compare(records[0], truth)["loss"].value < 5e-3
+    first = Record(truth.losses[:1], truth.grad_norms[:1], truth.gradients[:1], truth.weights, [])
+    found = Record(records[0].losses[:1], records[0].grad_norms[:1], records[0].gradients[:1], records[0].weights, [])
+    errors = compare(found, first)
+    assert errors["loss"].value < 5e-3 and errors["grad_norm"].value < 2e-2 and errors["grad"].value < 8e-2
     assert differing_replicas(records) is None
-    for _, _, optimizer in pool.run(memory_after_steps, asked.layout.world, asked):
-        assert abs(optimizer - 12 * sum(map(elements, inventory(asked.model))) / asked.layout.dp) < 0.2 * optimizer
+    rows = audit(
+        [times(step_transfers(asked, r), 3) for r in range(asked.layout.world)], [r.transfers for r in records]
+    )
+    assert [row.difference() for row in rows if not row.ok] == []
+    cut, parts = sharding(asked), parts_of(asked)
+    for rank, (now, _, optimizer) in enumerate(pool.run(memory_after_steps, asked.layout.world, asked)):
+        resting = cost.resting_bytes(parts, cut, rank)
+        assert (now["weights"], now["gradients"], optimizer) == tuple(resting.values())
+    everything = cost.resting_bytes(parts, replace(cut, ranks=1), 0)
+    per_parameter = sum(everything.values()) / sum(cost.sizes(parts))
+    assert per_parameter == (16 if reduce_dtype == "same" else 18)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

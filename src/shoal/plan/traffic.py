@@ -21,7 +21,7 @@ def sharding(job: Job) -> zero.Sharding:
         literal=job.layout.zero1 == "ar+ag",
         reshard=job.layout.reshard,
         width=width,
-        reduce_width=width,
+        reduce_width=max(4, width) if job.train.reduce_dtype == "float32" else width,
         state_width=max(4, width),
         masters=width < 4,
     )

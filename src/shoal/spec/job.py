@@ -58,6 +58,10 @@ class TrainSpec:
     eval_every: int = described(0, "steps between evaluations; 0 = only at the end", low=0)
     eval_batches: int = described(8, "batches per evaluation", low=1)
     max_skipped: int = described(10, "steps in a row that may be skipped for gradients that are not finite", low=1)
+    reduce_dtype: Literal["same", "float32"] = described(
+        "same",
+        "type in which ZeRO sums and keeps gradients: that of the weights, or float32 (2 bytes more per element)",
+    )
     bucket_mb: float = described(25.0, "gradients per all-reduce, megabytes (10^6)", above=0)
     offload: Literal["none", "host", "disk"] = described(
         "none", "where optimizer states are kept: on the device, in host memory, in files of the run's folder"
@@ -85,6 +89,12 @@ class Job:
     def check(self) -> None:
         """Raises RequestError when the parts do not fit each other, as far as no file is needed to tell."""
         check_fit(self.model, self.layout, self.data.sequence, self.train.batch)
+        if self.train.reduce_dtype == "float32" and not (self.layout.zero and self.train.dtype == "bfloat16"):
+            raise RequestError(
+                "train.reduce_dtype",
+                f"train.reduce_dtype = float32 is for bfloat16 weights under ZeRO, not for {self.train.dtype} with "
+                f"layout {self.layout}; same would do",
+            )
         ids = 257
         if self.data.tokenizer == "bytes" and not self.data.path.endswith(".tokens") and self.model.vocab < ids:
             raise RequestError(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shoal.axes.data.run import DataParallel
@@ -53,4 +54,5 @@ def data_states(model: Decoder, job: Job, world: World) -> States:
         kept=kept_units(list(runs), cut) if cut.stage == 3 else set(),
         replicas=world.group("replicate") if cut.replicas > 1 else None,
         literal=cut.literal,
+        gradient_dtype=torch.float32 if job.train.reduce_dtype == "float32" else None,
     )

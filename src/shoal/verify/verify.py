@@ -49,8 +49,11 @@ def small_job(job: Job) -> Job:
     """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64."""
     layout = job.layout
     data = DataSpec(sequence=min(job.data.sequence, 16))
-    train = replace(job.train, batch=2 * layout.dp * layout.micro_batches, dtype="float64", bucket_mb=0.05, warmup=0)
-    return Job(shrink(job.model), layout, job.machine, data, train)
+    batch = 2 * layout.dp * layout.micro_batches
+    train = replace(job.train, batch=batch, dtype="float64", reduce_dtype="same", bucket_mb=0.05, warmup=0)
+    small = Job(shrink(job.model), layout, job.machine, data, train)
+    small.check()
+    return small
 
 
 def shrink(model: ModelSpec) -> ModelSpec:

@@ -140,7 +140,8 @@ def resting_bytes(parts: Parts, cut: Sharding, rank: int) -> dict[str, int]:
     """Bytes that `rank` of the shard group holds between steps, by category (spec MEM-2, with padding).
 
     Per parameter and N ranks, in bfloat16 with float32 states (2 + 2 + 12): stage 1 4 + 12/N, stage 2 2 + 14/N, stage 3
-    16/N. Optimizer states are kept for the parameters of the rank's pieces, not for padding.
+    16/N; gradients in float32 add 2 (not 4, as where a bfloat16 gradient is kept beside). Optimizer states are kept for
+    the parameters of the rank's pieces, not for padding.
     """
     whole = sum(padded(size, cut.ranks) for size in sizes(parts))
     return {
