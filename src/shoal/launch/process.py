@@ -57,5 +57,6 @@ def connected(job: Job, place: Place | None) -> Iterator[World]:
     world = World(Mesh.of(job.layout), place.rank, Ledger(), device=device)
     yield world
     # Only after success: a rank that fails must not wait here for peers that wait for it.
+    dist.barrier()  # nobody leaves while another still waits for it
     world.close()
     dist.destroy_process_group()
