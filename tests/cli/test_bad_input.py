@@ -135,3 +135,75 @@ def test_what_needs_no_torch_answers_without_it():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+ODD = {
+    "layout as a number": ("layout = 2\n", "layout"),
+    "layout as a list": ('layout = ["dp=2"]\n', "layout"),
+    "a null byte in out": ('[train]\nout = "a\\u0000b"\n', "train.out = "),
+    "a null byte in cache": ('[data]\ncache = "a\\u0000b"\n', "data.cache = "),
+    "a table where a number belongs": ("[train.steps]\nn = 2\n", "train.steps"),
+    "a list where a word belongs": ("[train]\ndtype = [1]\n", "train.dtype"),
+    "a date": ("[train]\nsteps = 2026-01-01\n", "train.steps"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_odd_toml_is_one_line_too(tmp_path, kind, command, capsys):
+    content, field = ODD[kind]
+    (tmp_path / "job.toml").write_text(content)
+    assert main([command, str(tmp_path / "job.toml")]) == 2
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1 and output.err.startswith(f"shoal: {field}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--layout", ""], "--layout is empty"),
+        (["train", "--layout", " , "], "--layout is empty"),
+        (["train", "--machine.timeout_s", "1e300"], "machine.timeout_s = 1e+300 must be"),
+        (["train", "--machine.threads", "1000000000000"], "machine.threads = 1000000000000 must be"),
+        (["train", "--machine.device", "cuda", "--out", "nothing"], "machine.device = cuda"),
+        (["verify", "--machine.device", "cuda"], "machine.device = cuda"),
+        (["verify", "--steps", "²"], "--steps ² is not a number of steps"),
+        (["verify", "--steps", ""], "--steps  is not a number of steps"),
+        (
+            ["train", "--train.reduce_dtype", "float32"],
+            "train.reduce_dtype = float32 is for bfloat16 weights under ZeRO",
+        ),
+    ],
+)
+def test_more_wrong_requests(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_request_too_large_for_memory_is_one_line(capsys, tmp_path):
+    """A batch whose numbers alone take 8 TB."""
+    words = [
+        "train",
+        "--data.path",
+        str(tmp_path / "t.txt"),
+        "--data.cache",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    (tmp_path / "t.txt").write_text("text " * 2000)
+    assert main([*words, "--train.batch", "1000000000000", "--model", "tiny"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "memory does not hold the request" in error
+
+
+def test_dump_config_with_json_is_a_document(capsys):
+    assert main(["train", "--layout", "dp=2", "--dump-config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["dp"] == 2
+
+
+def test_verify_takes_a_job_that_train_takes(tmp_path, capsys):
+    (tmp_path / "job.toml").write_text("[model]\nlayers = 2\nhidden = 96\nheads = 3\n")
+    assert main(["train", str(tmp_path / "job.toml"), "--dump-config"]) == 0
+    assert main(["verify", str(tmp_path / "job.toml"), "--dump-config"]) == 0

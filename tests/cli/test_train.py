@@ -1,9 +1,11 @@
 """`shoal train` as a person runs it: real processes, real files."""
 
+import errno
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from shoal.cli.main import main
 from shoal.spec.build import job_from_tree
 from shoal.spec.toml import read_toml
 
@@ -106,6 +109,9 @@ def test_it_joins_ranks_that_others_started(tmp_path, corpus, launcher):
         ]
         assert subprocess.run([*command, *map(str, words)], capture_output=True, timeout=120).returncode == 0
     else:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            words += ["--machine.port", str(free.getsockname()[1])]
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "shoal", *map(str, words)],
@@ -161,10 +167,86 @@ def test_a_signal_ends_it_cleanly(tmp_path, corpus, number, layout, whom):
     os.kill(process.pid, number) if whom == "the command" else os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert errors.count("\n") == 1 and f"stopped by {number.name}" in errors, errors
+    assert errors.count("\n") == 2 and f"stopped by {number.name}" in errors, errors
+    assert "the steps done are in" in errors
     assert not left_behind(process)
     assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
     assert not (out / "model.safetensors").exists() and not list(out.glob(".*"))
+
+
+def test_json_tells_of_a_stopped_run_too(tmp_path, corpus):
+    process, _ = running(tmp_path, corpus, "--layout", "dp=2", "--json")
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert json.loads(output) == {"ok": False, "error": {"field": None, "message": "stopped by SIGTERM"}}
+
+
+def test_a_second_run_into_a_folder_in_use_is_refused(tmp_path, corpus):
+    process, out = running(tmp_path, corpus, "--layout", "dp=1")
+    second = train(corpus, out)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert second.returncode == 2 and f"train.out = {out} is in use by another run; {out}-2 would do" in second.stderr
+    assert not (out / "metrics.1.jsonl").exists()
+
+
+@pytest.mark.parametrize("writes", ["weights", "metrics", "states"])
+def test_a_full_disk_is_one_line(tmp_path, corpus, writes, monkeypatch, capsys):
+    """The disk says that it is full at the first write of a kind, as /dev/full does."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*arguments, **options):
+        raise full
+
+    words = ["--train.offload", "disk"] if writes == "states" else []
+    if writes == "weights":
+        monkeypatch.setattr("shoal.train.loop.save_file", refuse)
+    elif writes == "metrics":
+        monkeypatch.setattr("shoal.train.metrics.MetricsWriter.write", refuse)
+    else:
+        monkeypatch.setattr("os.posix_fallocate", refuse)
+    out = tmp_path / "run"
+    code = main(["train", "--model", "tiny", "--data.path", str(corpus), "--data.cache", str(tmp_path / "c"), "--out", str(out),
+                 "--steps", "2", "--data.sequence", "32", "--train.batch", "8", *words])  # fmt: skip
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and "is on a disk with no space left" in error
+    assert not (out / "model.safetensors").exists() and not list(out.glob(".*"))
+
+
+def test_a_failing_sample_does_not_cost_the_weights(tmp_path, corpus):
+    """A tokenizer that covers the corpus but not the sample's prompt."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = ["document", *map(str, range(300)), "</s>"]
+    library = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
+    library.pre_tokenizer = WhitespaceSplit()
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    done = train(corpus, tmp_path / "run", "--data.tokenizer", tmp_path / "tokenizer.json", "--model.vocab", "302",
+                 "--train.sample", "5")  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "run" / "model.safetensors").exists(), done.stderr
+
+
+def test_a_run_whose_last_steps_were_skipped_is_no_success(tmp_path, corpus):
+    done = train(
+        corpus, tmp_path / "run", "--train.learning_rate", "1e200", "--train.warmup", "0", "--train.clip", "0", "--json"
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == 1 and document["ok"] is False and document["skipped_at_end"] == 3
+
+
+def test_a_stopped_tokenize_leaves_nothing(tmp_path):
+    (tmp_path / "large.txt").write_text("some words and more of them\n" * 4_000_000)
+    command = [sys.executable, "-m", "shoal", "tokenize", tmp_path / "large.txt", "--out", tmp_path / "a" / "x.tokens"]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "a").glob(".x*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(30) == 143 and not list((tmp_path / "a").iterdir())
 
 
 def test_a_killed_rank_ends_the_run_with_its_number(tmp_path, corpus):

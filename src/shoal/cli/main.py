@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import shoal
 from shoal.cli.options import Parser, print_json
+from shoal.launch.local import RankDied, Stopped, stoppable
 from shoal.spec.errors import RequestError
+from shoal.train.summary import NotFinite
 
 COMMANDS = {
     "train": "train a model under a layout: on this machine's processes, or joining torchrun's or Slurm's",
@@ -23,19 +25,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     try:
-        return _run(words)
+        with stoppable():
+            return _run(words)
     except RequestError as refused:
-        if as_json:
-            print_json({"ok": False, "error": {"field": refused.field, "message": str(refused)}})
-        print(f"shoal: {refused}", file=sys.stderr)
-        return 2
+        return _fail(str(refused), 2, as_json, refused.field)
+    except (RankDied, NotFinite) as failed:
+        return _fail(str(failed), 1, as_json)
+    except MemoryError as failed:
+        return _fail(f"this machine's memory does not hold the request ({failed})", 1, as_json)
+    except Stopped as stopped:
+        return _fail(str(stopped), 128 + stopped.number, as_json)
     except BrokenPipeError:
         # The reader of our output, such as `head`, has seen enough.
         sys.stderr.close()
         return 0
-    except KeyboardInterrupt:
-        print("shoal: stopped by SIGINT", file=sys.stderr)
-        return 130
+
+
+def _fail(message: str, code: int, as_json: bool, field: str | None = None) -> int:
+    """Says what went wrong, on stderr and with --json as a document too; the exit code."""
+    if as_json:
+        print_json({"ok": False, "error": {"field": field, "message": message}})
+    print(f"shoal: {message}", file=sys.stderr)
+    return code
 
 
 def _run(words: list[str]) -> int:

@@ -44,7 +44,10 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     sections: dict[str, Any] = {}
     for field in fields_of(Job):
         section = field.name.split(".")[0]
-        group = sections.setdefault(section, parser.add_argument_group(section))
+        if section not in sections:
+            words = "without a model, or beside a file that names no preset, the preset demo lies under these"
+            sections[section] = parser.add_argument_group(section, words if section == "model" else None)
+        group = sections[section]
         flag = {"nargs": "?", "const": "true"} if field.type == "bool" else {}
         default = f" (default: {field.default})" if field.default not in ("", None) else ""
         choices = f" [{', '.join(field.choices)}]" if field.choices else ""
@@ -69,7 +72,9 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
     if given.get("job"):
         for section, fields in read_toml(given["job"]).items():
             _put_section(tree, section, fields)
-    if given.get("layout"):
+    if given.get("layout") is not None:
+        if not given["layout"].strip(", "):
+            raise RequestError("layout", "--layout is empty; dp=1 would be one process, dp=2 two")
         tree["layout"] = layout_tree(given["layout"])
     if given.get("model"):
         tree["model"] = {"preset": given["model"]}
@@ -91,7 +96,7 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
 def _put_section(tree: dict[str, Any], section: str, fields: Any) -> None:
     """A job file's section on top of the base: a preset or a layout written out replaces the base's."""
     if section == "layout":
-        tree[section] = layout_tree(fields) if isinstance(fields, str) else dict(fields)
+        tree[section] = layout_tree(fields) if isinstance(fields, str) else fields
     elif isinstance(fields, dict) and "preset" not in fields:
         tree[section] = {**tree.get(section, {}), **fields}
     else:

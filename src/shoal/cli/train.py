@@ -1,9 +1,13 @@
 """`shoal train`: checks the request, prepares the data, starts or joins the ranks, and tells how it ended."""
 
 import argparse
+import fcntl
+import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -11,12 +15,13 @@ from rich.table import Table
 
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.launch.cluster import Place, find_place
-from shoal.launch.local import RankDied, Stopped, check_port, run_local, stoppable
+from shoal.launch.local import Stopped, check_port, run_local
 from shoal.plan.runnable import refuse_unbuilt
+from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
-from shoal.train.summary import NotFinite, Summary
+from shoal.train.summary import Summary
 from shoal.verify.audit import audit
 
 BASE = {"model": {"preset": "demo"}}
@@ -31,32 +36,29 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_unbuilt(job.layout)
     job.check()
     if arguments.dump_config:
-        print(job_toml(job), end="")
+        if arguments.json:
+            print_json(job_to_tree(job))
+        else:
+            print(job_toml(job), end="")
         return 0
     place = find_place(os.environ, job.machine.port)
-    try:
-        with stoppable():
-            summary = _train(job, place, arguments.json)
-    except Stopped as stopped:
-        print(f"shoal: {stopped}; the steps done are in {job.train.out}/metrics.jsonl", file=sys.stderr)
-        return 128 + stopped.number
-    except (RankDied, NotFinite) as failed:
-        print(f"shoal: {failed}", file=sys.stderr)
-        return 1
-    return _end(summary, arguments.json) if place is None or place.rank == 0 else 0
-
-
-def _train(job: Job, place: Place | None, as_json: bool) -> Summary:
-    """The Summary of this rank when others started it, else that of rank 0 of the ranks started here."""
-    if place is not None:
-        return train_rank(job, place, as_json)
-    # Here, so that what is wrong with the request is said before any rank starts.
-    check_port(job.machine.port)
+    out = Path(job.train.out)
+    # Here, so that what is wrong with the request is said before any rank starts, and before anything is written.
+    _check_device(job)
+    if place is None:
+        check_port(job.machine.port)
     _check_data(job)
-    _check_folder(Path(job.train.out))
-    if job.layout.world == 1:
-        return train_rank(job, None, as_json)
-    return run_local(_train_local_rank, job.layout.world, job, as_json, port=job.machine.port)[0]
+    with _folder(out, alone=place is None or place.rank == 0):
+        try:
+            if place is not None or job.layout.world == 1:
+                summary = train_rank(job, place, arguments.json)
+            else:
+                summary = run_local(_train_local_rank, job.layout.world, job, arguments.json, port=job.machine.port)[0]
+        except Stopped:
+            if (out / "metrics.jsonl").exists() and (place is None or place.rank == 0):
+                print(f"shoal: the steps done are in {out}/metrics.jsonl", file=sys.stderr)
+            raise
+    return _end(summary, arguments.json) if place is None or place.rank == 0 else 0
 
 
 def _train_local_rank(job: Job, as_json: bool) -> Summary:
@@ -97,14 +99,20 @@ def _end(summary: Summary, as_json: bool) -> int:
     if summary.text:
         console.print("a sample of what it writes:", style="bold")
         console.print(summary.text, markup=False)
+    held_out = "" if math.isnan(summary.eval_loss) else f"held out {summary.eval_loss:.3f}; "
     console.print(
         f"loss {summary.first_loss:.3f} -> {summary.loss:.3f} in {summary.steps} steps and {summary.seconds:.0f} s; "
-        f"held out {summary.eval_loss:.3f}; {summary.out}/ holds job.toml, metrics.jsonl, model.safetensors",
+        f"{held_out}{summary.out}/ holds job.toml, metrics.jsonl, model.safetensors",
         soft_wrap=True,
     )
-    wrong = [row.difference() for row in rows if not row.ok]
+    wrong = [f"differs: {row.difference()}" for row in rows if not row.ok]
+    if summary.skipped_at_end:
+        wrong.append(
+            f"the last {summary.skipped_at_end} steps were skipped, as their loss or gradients were not finite; "
+            "a smaller train.learning_rate may do"
+        )
     for line in wrong:
-        console.print(f"differs: {line}", style="red", soft_wrap=True)
+        console.print(line, style="red", soft_wrap=True)
     if as_json:
         print_json({"ok": not wrong, **summary.as_dict(), "transfers": [row.as_dict() for row in rows]})
     return 1 if wrong else 0
@@ -121,13 +129,31 @@ def _check_data(job: Job) -> None:
     check_vocabulary(dataset.file, job.model.vocab)
 
 
-def _check_folder(out: Path) -> None:
-    """Makes the output folder; raises RequestError when it cannot be made or written."""
+def _check_device(job: Job) -> None:
+    """Raises RequestError when the job asks for a GPU and there is none."""
+    if job.machine.device == "cuda":
+        from shoal.launch.process import device_of
+
+        device_of(job.machine, 0)
+
+
+@contextmanager
+def _folder(out: Path, alone: bool) -> Iterator[None]:
+    """Makes the output folder and, with `alone`, keeps other runs out of it. Raises RequestError when it cannot."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
+        handle = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise RequestError(
             "train.out",
             f"train.out = {out} cannot be written ({error.strerror}); a folder of yours, runs/first, would do",
         ) from None
+    try:
+        if alone:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go with the process, however it ends
+        yield
+    except BlockingIOError:
+        raise RequestError("train.out", f"train.out = {out} is in use by another run; {out}-2 would do") from None
+    finally:
+        os.close(handle)

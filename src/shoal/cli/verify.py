@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.options import add_job_options, print_json, read_job
+from shoal.cli.train import BASE as TRAIN_BASE
 from shoal.plan.runnable import refuse_unbuilt
 from shoal.spec.errors import RequestError
 from shoal.spec.toml import job_toml
@@ -22,8 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     steps = _steps(arguments)
     arguments.steps = None  # here: how many steps to compare, not the job's length
-    job = read_job(arguments, BASE)
+    # A job file's own sizes stand on what `shoal train` would put under them; else a model that shows most.
+    job = read_job(arguments, TRAIN_BASE if arguments.job else BASE)
     refuse_unbuilt(job.layout)
+    if job.machine.device == "cuda":
+        raise RequestError(
+            "machine.device", "machine.device = cuda: shoal verify computes on the CPU; auto or cpu would do"
+        )
     if arguments.dump_config:
         print(job_toml(job), end="")
         return 0
@@ -61,7 +67,7 @@ def show(verdict, console: Console) -> None:
 
 
 def _steps(arguments: argparse.Namespace) -> int:
-    text = arguments.steps or str(STEPS)
-    if not text.isdigit() or not int(text):
+    text = str(STEPS) if arguments.steps is None else arguments.steps
+    if not text.isdecimal() or not int(text):
         raise RequestError("steps", f"--steps {text} is not a number of steps to compare; {STEPS} would do")
     return int(text)

@@ -30,7 +30,7 @@ class RankDied(RuntimeError):
 
 
 class Stopped(BaseException):
-    """Somebody ended the run with a signal (Ctrl-C, SIGTERM): `number` is the signal's. No error, so no Exception."""
+    """Somebody ended the command with a signal (Ctrl-C, SIGTERM): `number` is the signal's. No error, so no Exception."""
 
     def __init__(self, number: int):
         self.number = number
@@ -39,12 +39,12 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise Stopped in the main thread, so that files are closed and ranks ended."""
+    """Inside, Ctrl-C, SIGTERM and SIGHUP raise Stopped in the main thread, so that files are closed and ranks ended."""
 
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -91,6 +91,10 @@ def check_fields(spec: Any, prefix: str) -> None:
         for word in (value if isinstance(value, tuple) else (value,)) if choices else ():
             if word not in choices:
                 raise refuse_choice(name, word, choices, typed(field.default))
+        if isinstance(value, str) and "\0" in value:
+            raise RequestError(
+                name, f"{name} = {shown(value)} holds a null byte; {shown(field.default) or 'text'} would do"
+            )
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         would_do = f"{shown(field.default)} would do"

@@ -23,7 +23,7 @@ class DataSpec:
     tokenizer: str = described("bytes", "bytes, or the path of a tokenizer.json")
     sequence: int = described(256, "length of a sequence, tokens", low=1)
     packing: Literal["stream", "documents"] = described(
-        "stream", "stream cuts the text anywhere; documents never sees across a document's end"
+        "stream", "stream cuts the text anywhere; documents makes each one a sample, cut after `sequence` tokens"
     )
     field: str = described("text", "key of the text in each JSONL line")
     eval_fraction: float = described(0.02, "part of the data held out for evaluation", low=0, below=1)

@@ -22,8 +22,8 @@ class Machine:
         None, "peak of one device in the job's dtype, dense, TFLOP/s; none = the named machine's, else unknown", above=0
     )
     port: int = described(0, "port at which the ranks meet; 0 = any free one", low=0, high=65535)
-    timeout_s: float = described(600.0, "longest wait for other ranks, seconds", above=0)
-    threads: int = described(0, "threads per rank; 0 = cores / ranks on this host", low=0)
+    timeout_s: float = described(600.0, "longest wait for other ranks, seconds", above=0, high=10**8)
+    threads: int = described(0, "threads per rank; 0 = cores / ranks on this host", low=0, high=4096)
 
     def __post_init__(self) -> None:
         check_fields(self, "machine")

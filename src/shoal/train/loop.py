@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from shoal.comm.world import World
 from shoal.model.sample import sample
 from shoal.plan.traffic import evaluation_transfers, step_transfers, times
+from shoal.spec.errors import RequestError
 from shoal.spec.inventory import flops_per_token
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
 from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
+from shoal.train.files import removed, room_in
 from shoal.train.metrics import MetricsWriter
 from shoal.train.summary import NotFinite, Summary
 from shoal.train.trainer import StepResult, Trainer
@@ -60,7 +63,11 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "job.toml", job_toml(job).encode())
     tally, started = Tally(), time.perf_counter()
-    with MetricsWriter(out, train.log, active=leads) as metrics, Display(job, stream, active=leads) as display:
+    with (
+        room_in(out),
+        MetricsWriter(out, train.log, active=leads) as metrics,
+        Display(job, stream, active=leads) as display,
+    ):
         for step in range(train.steps):
             begun = time.perf_counter()
             result = trainer.step(step)
@@ -78,10 +85,10 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
                     f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
     measured = world.ledger.transfers()
+    save_weights(trainer, out / "model.safetensors", write=leads)
     text = ""
     if train.sample and (leads or trainer.states.shared):
         text = write_sample(trainer, job)
-    save_weights(trainer, out / "model.safetensors", write=leads)
     seconds = time.perf_counter() - started
     return Summary(
         out=str(out),
@@ -93,6 +100,7 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         seconds=seconds,
         tokens_per_s=tally.tokens / seconds,
         skipped=tally.skipped,
+        skipped_at_end=tally.skipped_in_a_row,
         peak_memory=peak_memory(world.device.type),
         text=text,
         predicted=times(step_transfers(job, world.rank), train.steps)
@@ -102,9 +110,13 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
 
 
 def write_sample(trainer: Trainer, job: Job) -> str:
-    """What the model writes after PROMPT."""
+    """What the model writes after PROMPT, or after an end of document where the tokenizer has no ids for PROMPT."""
     tokenizer = load_tokenizer(job.data.tokenizer)
-    prompt = list(tokenizer.encode(PROMPT))
+    try:
+        prompt = list(tokenizer.encode(PROMPT))
+    except RequestError:
+        prompt = []
+    prompt = prompt or [tokenizer.eod]
     written = sample(trainer.model, prompt, job.train.sample, SAMPLE_TEMPERATURE, job.train.seed)
     return tokenizer.decode([*prompt, *written])
 
@@ -114,7 +126,7 @@ def save_weights(trainer: Trainer, path: Path, write: bool) -> None:
 
     write: whether this rank does; the others call it too, since sharded weights are put together by all.
     """
-    weights = {}
+    weights: dict[str, Tensor] = {}
     if write or trainer.states.shared:
         for name, weight in trainer.states.weights():
             if write:
@@ -122,21 +134,17 @@ def save_weights(trainer: Trainer, path: Path, write: bool) -> None:
     if not write:
         return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with room_in(path.parent), removed(unfinished):
         save_file(weights, unfinished, metadata={"model": json.dumps(asdict(trainer.job.model))})
         unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that it is there whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with room_in(path.parent), removed(unfinished):
         unfinished.write_bytes(content)
         unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _line(job: Job, world: World, result: StepResult, tally: Tally, seconds: float) -> dict[str, Any]:

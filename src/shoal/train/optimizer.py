@@ -1,5 +1,6 @@
 """AdamW over flat runs of weights: one fused update per run, weight decay on matrices only, states where there is room."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from shoal.comm.ledger import Ledger
 from shoal.spec.job import TrainSpec
+from shoal.train.files import room_in
 
 Run = tuple[Tensor, Tensor, bool]  # weights, gradients, whether weight decay applies
 
@@ -74,7 +76,10 @@ class AdamW:
         if self.train.offload == "host":
             return state.cpu().pin_memory() if state.is_cuda else state
         assert folder is not None, "states on disk need a folder"
-        folder.mkdir(parents=True, exist_ok=True)
+        with room_in(folder.parent.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _bytes(state))  # a full disk is found here, not by a signal later
         kept = torch.from_file(str(folder / name), shared=True, size=state.numel(), dtype=state.dtype)
         return kept.copy_(state)
 

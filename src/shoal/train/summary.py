@@ -24,6 +24,7 @@ class Summary:
     seconds: float
     tokens_per_s: float
     skipped: int
+    skipped_at_end: int  # steps in a row
     peak_memory: int
     text: str
     predicted: list[Transfer]

@@ -1,11 +1,13 @@
 """`shoal verify`: does a layout compute what one process computes, and does it send what the plan says?"""
 
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.launch.pool import Pool
 from shoal.plan.traffic import step_transfers, times
+from shoal.spec.fit import check_fit
 from shoal.spec.job import DataSpec, Job
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
@@ -52,7 +54,7 @@ def small_job(job: Job) -> Job:
     batch = 2 * layout.dp * layout.micro_batches
     train = replace(job.train, batch=batch, dtype="float64", reduce_dtype="same", bucket_mb=0.05, warmup=0)
     small = Job(shrink(job.model), layout, job.machine, data, train)
-    small.check()
+    check_fit(small.model, layout, data.sequence, batch)
     return small
 
 
@@ -81,11 +83,16 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
 
     pool: warm workers to use, else fresh ones are started. run: what each rank does, for tests that break it.
     """
-    layout = job.layout
-    alone = replace(job, layout=Layout())
     if pool is None:
-        with Pool(layout.world) as fresh:
+        with Pool(job.layout.world) as fresh:
             return verify(job, steps, pool=fresh, run=run)
+    with tempfile.TemporaryDirectory(prefix="shoal-") as out:  # for states on disk; never the folder of a real run
+        return _verify(replace(job, train=replace(job.train, out=out)), steps, pool, run)
+
+
+def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
+    layout = job.layout
+    alone = replace(job, layout=Layout(), train=replace(job.train, offload="none"))
     (truth,) = pool.run(trial, 1, alone, steps)
     records = pool.run(run, layout.world, job, steps)
     errors = compare(records[0], truth)
