@@ -10,6 +10,7 @@ a rank's process. Losses after the last step are shown too: equal mathematics gi
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -158,6 +159,7 @@ def main():
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )
                 for rank in range(RANKS)
             ]

@@ -1,7 +1,8 @@
 """Flat storage: the parameters of a bucket lie in one buffer, their gradients in another of the same shape.
 
-Collectives move whole buffers and the optimizer updates whole runs, so nothing is copied in or out; `parameter.data`
-and `parameter.grad` are views (design, idea 5). A bucket is what one collective moves: a run of parameters.
+Collectives move whole buffers and the optimizer updates whole runs. Weights are never copied in or out: `parameter.data`
+is a view. Gradients move into their buffer as backward makes them (design, idea 5). A bucket is what one collective
+moves: a run of parameters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,19 @@ class Slot:
     def view(self, buffer: Tensor) -> Tensor:
         """The part of a flat buffer that belongs to the parameter, in the parameter's shape."""
         return buffer[self.start : self.start + self.count].view(self.parameter.shape)
+
+    def take_gradient(self, buffer: Tensor, fresh: bool) -> None:
+        """Moves the gradient that autograd left on the parameter into the buffer: written if `fresh`, else added.
+
+        Autograd hands its own tensor over when a parameter has no gradient yet; copying it while it is in the cache
+        costs half of zeroing a buffer first and letting autograd add to it.
+        """
+        assert self.parameter.grad is not None
+        if fresh:
+            self.view(buffer).copy_(self.parameter.grad)
+        else:
+            self.view(buffer).add_(self.parameter.grad)
+        self.parameter.grad = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,12 @@ class Flat:
                 slot.view(weights).copy_(slot.parameter)
                 slot.parameter.data = slot.view(weights)
 
+    def zero_missing(self, buffer: Tensor, arrived: set[int]) -> None:
+        """Puts zeros into the parts of `buffer` whose slots are not among `arrived`."""
+        for place, slot in enumerate(self.slots):
+            if place not in arrived:
+                slot.view(buffer).zero_()
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
         """What lies in [start, stop) of the buffer, relative to start: (run, whether it decays); padding is nobody's."""
         edge = min(max(self.decayed, start), stop) - start
@@ -65,20 +85,30 @@ class Flat:
 class Bucket:
     """One run of parameters in flat buffers.
 
-    weights, gradients: 1-D, equal length, in the parameters' dtype and device; gradients start as zeros.
+    weights, gradients: 1-D, equal length, in the parameters' dtype and device. arrived: places of the slots whose
+    gradient came in this micro-batch.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], decays: set[str]):
-        self.layout = Flat.of(named, decays)
-        self.slots = self.layout.slots
+        self.flat = Flat.of(named, decays)
+        self.slots = self.flat.slots
         first = self.slots[0].parameter
-        self.weights = torch.empty(self.layout.elements, dtype=first.dtype, device=first.device)
+        self.weights = torch.empty(self.flat.elements, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.weights)
-        self.layout.move_into(self.weights)
-        for slot in self.slots:
-            slot.parameter.grad = slot.view(self.gradients)
+        self.flat.move_into(self.weights)
+        self.arrived: set[int] = set()
+
+    def absorb(self, place: int, fresh: bool) -> bool:
+        """Takes up the gradient of the slot at `place`; whether all of the bucket's have now arrived."""
+        self.slots[place].take_gradient(self.gradients, fresh)
+        self.arrived.add(place)
+        return len(self.arrived) == len(self.slots)
+
+    def fill(self) -> None:
+        """Puts zeros where no gradient arrived."""
+        self.flat.zero_missing(self.gradients, self.arrived)
 
     def runs(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """(weights, gradients, decays) of each contiguous run that the optimizer treats alike."""
-        for run, decays in self.layout.runs(0, self.layout.elements):
+        for run, decays in self.flat.runs(0, self.flat.elements):
             yield self.weights[run], self.gradients[run], decays

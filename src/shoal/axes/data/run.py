@@ -26,31 +26,28 @@ class DataParallel:
 
     def __init__(self, buckets: list[Bucket], group: Group):
         self.buckets, self.group = buckets, group
-        self.missing: list[
-            int
-        ] = []  # per bucket: parameters whose gradient is still to come; empty when nothing leaves
+        self.first = self.leaves = True  # whether this is the step's first micro-batch, and whether gradients leave
         self.in_flight: list[Handle] = []
-        if group.size > 1:
-            for place, bucket in enumerate(buckets):
-                for slot in bucket.slots:
-                    slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
+        for place, bucket in enumerate(buckets):
+            for index, slot in enumerate(bucket.slots):
+                slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
 
     @contextmanager
     def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; on leaving the last, every gradient is the global one."""
-        if first:
-            for bucket in self.buckets:
-                bucket.gradients.zero_()
-        if last and self.group.size > 1:
-            self.missing = [len(bucket.slots) for bucket in self.buckets]
-            self.in_flight = []
+        self.first, self.leaves, self.in_flight = first, last, []
+        for bucket in self.buckets:
+            bucket.arrived = set()
         yield
-        if self.missing:
-            for bucket in self.buckets[len(self.in_flight) :]:
+        waiting = self.buckets[len(self.in_flight) :]
+        if first:
+            for bucket in waiting:
+                bucket.fill()
+        if last:
+            for bucket in waiting:
                 self._leave(bucket)
             for handle in self.in_flight:
                 handle.wait()
-            self.missing = []
 
     def norm(self) -> float:
         """Global L2 norm of the gradients, each parameter counted once; accumulated in float32 at least."""
@@ -83,12 +80,15 @@ class DataParallel:
             for slot in bucket.slots:
                 yield slot.name, slot.view(bucket.weights)
 
-    def _arrived(self, place: int, parameter: nn.Parameter) -> None:
-        if not self.missing:
+    def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
+        complete = self.buckets[place].absorb(index, fresh=self.first)
+        if not (complete and self.leaves):
             return
-        self.missing[place] -= 1
-        while len(self.in_flight) < len(self.buckets) and self.missing[len(self.in_flight)] == 0:
-            self._leave(self.buckets[len(self.in_flight)])
+        while len(self.in_flight) < len(self.buckets):
+            bucket = self.buckets[len(self.in_flight)]
+            if len(bucket.arrived) < len(bucket.slots):
+                break
+            self._leave(bucket)
 
     def _leave(self, bucket: Bucket) -> None:
         self.in_flight.append(all_reduce(bucket.gradients, self.group, asynchronous=True))

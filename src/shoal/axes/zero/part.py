@@ -103,23 +103,14 @@ class Part:
 
         fresh: the whole buffer holds nothing of this step yet, so the gradient is written rather than added.
         """
-        slot = self.slots[place]
-        view = slot.view(self._open())
-        assert slot.parameter.grad is not None
-        if fresh or self.stage > 1:
-            view.copy_(slot.parameter.grad)
-        else:
-            view.add_(slot.parameter.grad)
-        slot.parameter.grad = None
+        self.slots[place].take_gradient(self._open(), fresh or self.stage > 1)
         self.arrived.add(place)
         return len(self.arrived) == len(self.slots)
 
     def fill(self) -> None:
         """Puts zeros into the whole gradient where nothing arrived, and into the padding."""
         whole = self._open()
-        for place, slot in enumerate(self.slots):
-            if place not in self.arrived:
-                slot.view(whole).zero_()
+        self.flat.zero_missing(whole, self.arrived)
         whole[self.flat.elements :].zero_()
 
     def _open(self) -> Tensor:
