@@ -1,7 +1,8 @@
 """Data parallelism and ZeRO against torch's own: DDP, ZeroRedundancyOptimizer, FSDP2, on 2 ranks of this machine.
 
 Every contender trains the same decoder (shoal's) in the same dtype on the same tokens, in processes of its own, one
-thread per rank; all take a step in turn, round after round, so that a machine whose speed drifts drifts for all. The
+thread per rank; all take a step in turn, round after round, each round in another order, so that a machine whose speed
+drifts drifts for all. The
 figures are medians of step time, tokens per second of all ranks together, the ratio to the peer, and the peak memory of
 a rank's process. Losses after the last step are shown too: equal mathematics gives equal losses.
 
@@ -11,6 +12,7 @@ a rank's process. Losses after the last step are shown too: equal mathematics gi
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -144,6 +146,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--dtype", default="float32")
+    options.add_argument("--only", nargs="*", default=list(CONTENDERS), help="names of the contenders to run")
     options.add_argument("--json", action="store_true")
     options.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     asked = options.parse_args()
@@ -163,11 +166,13 @@ def main():
                 )
                 for rank in range(RANKS)
             ]
-            for i, name in enumerate(CONTENDERS)
+            for i, name in enumerate(asked.only)
         }
-        taken = {name: [] for name in CONTENDERS}
+        taken = {name: [] for name in asked.only}
         for number in range(asked.rounds + 2):
-            for name, pair in ranks.items():
+            order = list(ranks.items())
+            random.Random(number).shuffle(order)  # whoever runs after another finds the machine as that one left it
+            for name, pair in order:
                 for process in pair:
                     print("step", file=process.stdin, flush=True)
                 answers = [json.loads(process.stdout.readline()) for process in pair]
@@ -184,7 +189,8 @@ def main():
 
 def report(taken, as_json):
     rows = []
-    for name, against in CONTENDERS.items():
+    for name in taken:
+        against = CONTENDERS[name] if CONTENDERS[name] in taken else None
         seconds = statistics.median(second for second, _, _ in taken[name])
         ratio = memory_ratio = None
         if against:

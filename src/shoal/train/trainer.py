@@ -17,6 +17,7 @@ from shoal.model.dropout import DropoutKey
 from shoal.model.init import initialise
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
+from shoal.train.host import keep_freed_memory
 from shoal.train.optimizer import AdamW
 from shoal.train.schedule import learning_rate
 from shoal.train.states import States, data_states
@@ -52,6 +53,7 @@ class Trainer:
     def __init__(self, job: Job, world: World, batches: Batches):
         self.job, self.world, self.batches = job, world, batches
         self.data_group = world.group("dp")
+        keep_freed_memory(world.device)
         dtype = DTYPES[job.train.dtype]
         self.model = Decoder(job.model, dtype=dtype, device=world.device)
         initialise(self.model, job.model, job.train.seed)
