@@ -166,6 +166,8 @@ def test_odd_toml_is_one_line_too(tmp_path, kind, command, capsys):
         (["train", "--machine.timeout_s", "1e300"], "machine.timeout_s = 1e+300 must be"),
         (["train", "--machine.threads", "1000000000000"], "machine.threads = 1000000000000 must be"),
         (["train", "--machine.device", "cuda", "--out", "nothing"], "machine.device = cuda"),
+        (["train", "--layout", "dp=4,hsdp=2"], "layout.hsdp = 2 has no shards to replicate with zero = 0"),
+        (["verify", "--layout", "dp=4,zero=2,hsdp=3"], "layout.hsdp = 3 does not divide dp = 4"),
         (["verify", "--machine.device", "cuda"], "machine.device = cuda"),
         (["verify", "--steps", "²"], "--steps ² is not a number of steps"),
         (["verify", "--steps", ""], "--steps  is not a number of steps"),
