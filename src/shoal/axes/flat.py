@@ -28,8 +28,8 @@ class Slot:
     def take_gradient(self, buffer: Tensor, fresh: bool) -> None:
         """Moves the gradient that autograd left on the parameter into the buffer: written if `fresh`, else added.
 
-        Autograd hands its own tensor over when a parameter has no gradient yet; copying it while it is in the cache
-        costs half of zeroing a buffer first and letting autograd add to it.
+        Autograd hands its own tensor over when a parameter has no gradient yet, so one copy stands in the place of
+        zeroing the buffer and adding to it.
         """
         assert self.parameter.grad is not None
         if fresh:
