@@ -151,7 +151,7 @@ def left_behind(process):
     """Processes of the ended command's session that are there a moment later still (helpers end on their pipes)."""
     for _ in range(50):
         listed = subprocess.run(
-            ["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True
+            ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True
         ).stdout
         if not listed:
             break
@@ -251,7 +251,7 @@ def test_a_stopped_tokenize_leaves_nothing(tmp_path):
 
 def test_a_killed_rank_ends_the_run_with_its_number(tmp_path, corpus):
     process, _ = running(tmp_path, corpus, "--layout", "dp=2")
-    listed = subprocess.run(["ps", "-o", "pid=,ppid=,args=", "-s", str(process.pid)], capture_output=True, text=True)
+    listed = subprocess.run(["ps", "-ww", "-o", "pid=,ppid=,args=", "-s", str(process.pid)], capture_output=True, text=True)
     forked = [line.split(maxsplit=2) for line in listed.stdout.splitlines() if "forkserver" in line]
     ranks = [int(number) for number, parent, _ in forked if int(parent) != process.pid]
     assert len(ranks) == 2
