@@ -22,6 +22,7 @@ ORDER = [
     "axes.*.cost",
     "plan",
     "comm",
+    "kernels",
     "axes",
     "model",
     "train",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.model.decoder import Decoder
-from shoal.model.dropout import DropoutKey
+from shoal.kernels.dropout import DropoutKey
 from shoal.model.init import initialise
 from shoal.model.sample import sample
 from shoal.spec.inventory import inventory

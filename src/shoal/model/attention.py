@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model.linear import Linear
-from shoal.model.norm import RMSNorm
+from shoal.kernels.linear import Linear
+from shoal.kernels.norm import RMSNorm
 from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
 

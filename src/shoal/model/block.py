@@ -3,9 +3,9 @@
 from torch import Tensor, nn
 
 from shoal.model.attention import Attention
-from shoal.model.dropout import Noise, dropped
+from shoal.kernels.dropout import Noise, dropped
 from shoal.model.mlp import mlp
-from shoal.model.norm import norm
+from shoal.kernels.norm import norm
 from shoal.model.rope import Rotation
 from shoal.spec.model import ModelSpec
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model.linear import linear
+from shoal.kernels.linear import linear
 from shoal.model.loss import head_loss
-from shoal.model.norm import norm
+from shoal.kernels.norm import norm
 from shoal.spec.model import ModelSpec
 
 

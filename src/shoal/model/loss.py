@@ -7,7 +7,7 @@ into the gradients of hidden and head weight at once, in forward, and are gone b
 import torch
 from torch import Tensor
 
-from shoal.model.linear import input_gradient, linear, weight_gradient
+from shoal.kernels.linear import input_gradient, linear, weight_gradient
 
 IGNORED = -100  # target of a token that does not count
 _LOGITS = 2**22  # of one chunk: 16 MB in float32

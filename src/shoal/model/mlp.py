@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.model.linear import Linear
+from shoal.kernels.linear import Linear
 from shoal.spec.model import ModelSpec
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.decoder import Decoder
-from shoal.model.dropout import DropoutKey, dropped
+from shoal.kernels.dropout import DropoutKey, dropped
 from shoal.model.init import initialise
 from shoal.spec.model import ModelSpec
 
