@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder
 from shoal.kernels.dropout import DropoutKey, dropped
+from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.spec.model import ModelSpec
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.model import linear as linear_module
+from shoal.kernels import linear as linear_module
 from shoal.kernels.linear import Linear, input_gradient, linear, weight_gradient
 
 SMALL, LARGE = (3, 5, 8, 6), (4, 130, 96, 250)  # b, s, in, out: below and above the size where kernels change

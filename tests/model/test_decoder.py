@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from shoal.model.decoder import Decoder
 from shoal.kernels.dropout import DropoutKey
+from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.model.sample import sample
 from shoal.spec.inventory import inventory

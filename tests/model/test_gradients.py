@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.kernels.dropout import DropoutKey
+from shoal.kernels.norm import norm
 from shoal.model.attention import Attention, visible
 from shoal.model.block import Block
 from shoal.model.decoder import Decoder
-from shoal.kernels.dropout import DropoutKey
 from shoal.model.loss import head_loss
 from shoal.model.mlp import GatedMLP, GeluMLP
-from shoal.kernels.norm import norm
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec
 

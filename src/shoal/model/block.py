@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from shoal.model.attention import Attention
 from shoal.kernels.dropout import Noise, dropped
-from shoal.model.mlp import mlp
 from shoal.kernels.norm import norm
+from shoal.model.attention import Attention
+from shoal.model.mlp import mlp
 from shoal.model.rope import Rotation
 from shoal.spec.model import ModelSpec
 

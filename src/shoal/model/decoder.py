@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from shoal.kernels.dropout import DropoutKey, dropped
 from shoal.model.attention import visible
 from shoal.model.block import Block
-from shoal.kernels.dropout import DropoutKey, dropped
 from shoal.model.ends import Embedding, Head
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec

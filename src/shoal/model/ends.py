@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.kernels.linear import linear
-from shoal.model.loss import head_loss
 from shoal.kernels.norm import norm
+from shoal.model.loss import head_loss
 from shoal.spec.model import ModelSpec
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
-from shoal.model.decoder import Decoder
 from shoal.kernels.dropout import DropoutKey
+from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
