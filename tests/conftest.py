@@ -9,6 +9,6 @@ from shoal.launch.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Eight ranks; pool.run(function, world, ...) takes as many of them as a test needs."""
-    with Pool(8) as ranks:
+    """Nine ranks (a 3 x 3 grid); pool.run(function, world, ...) takes as many of them as a test needs."""
+    with Pool(9) as ranks:
         yield ranks

@@ -7,12 +7,14 @@ import torch
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
+from shoal.plan.pieces import pieces_of
 from shoal.spec.job import DataSpec, Job, TrainSpec
 from shoal.spec.layout import Layout
 from shoal.spec.machine import Machine
 from shoal.spec.model import ModelSpec
 from shoal.train.schedule import learning_rate
 from shoal.train.trainer import Trainer
+from shoal.verify.assemble import disagreement, whole_record
 from shoal.verify.compare import Record
 from shoal.verify.trial import MadeUpBatches
 
@@ -64,3 +66,15 @@ def plain_torch(job: Job) -> Record:
             group["lr"] = learning_rate(step, job.train)
         optimizer.step()
     return Record(losses, norms, gradients, {name: p.detach().numpy() for name, p in named.items()}, [])
+
+
+def together(job: Job, records: list[Record]) -> Record:
+    """What the ranks of a job's layout saw, put together from their pieces."""
+    return whole_record(records, [pieces_of(job, rank) for rank in range(job.layout.world)])
+
+
+def differing(job: Job, records: list[Record]) -> str | None:
+    """The first difference between ranks that hold the same weights, as a line."""
+    return disagreement(
+        [record.weights for record in records], [pieces_of(job, rank) for rank in range(job.layout.world)]
+    )

@@ -16,10 +16,7 @@ ORDER = [
     "spec",
     "transfer",
     "mesh",
-    "axes.card",
-    "axes.memory",
-    "axes.*.card",
-    "axes.*.cost",
+    "axes, planned",
     "plan",
     "comm",
     "kernels",
@@ -30,18 +27,23 @@ ORDER = [
     "verify",
     "cli",
 ]
-WITHOUT_TORCH = ("spec", "transfer", "mesh", "axes.card", "axes.memory", "axes.*.card", "axes.*.cost", "plan")
+WITHOUT_TORCH = ("spec", "transfer", "mesh", "axes, planned", "plan")
+
+# What a room of axes/ plans with, torch-free, by the file's or the folder's name; the rest of a room runs.
+PLANNED = {
+    "card", "piece", "memory", "cost", "cut", "order", "schedules", "check", "communication", "dependencies", "simulate",
+    "partition",
+}  # fmt: skip
 
 
 def room_of(module: str) -> str | None:
     """The room of a module such as shoal.axes.data.cost; None for shoal itself."""
     parts = module.split(".")[1:]
+    if parts and parts[0] == "axes" and PLANNED & set(parts):
+        return "axes, planned"
     for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        starred = ".".join(["axes", "*", *parts[2:length]]) if parts[0] == "axes" and length > 2 else name
-        for candidate in (name, starred):
-            if candidate in ORDER:
-                return candidate
+        if ".".join(parts[:length]) in ORDER:
+            return ".".join(parts[:length])
     return None
 
 

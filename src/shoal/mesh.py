@@ -11,7 +11,7 @@ from shoal.spec.errors import RequestError, nearest
 from shoal.spec.layout import Layout
 
 BASE = ("tp", "cp", "dp", "pp")  # the axes whose product is the world
-CARVED = ("shard", "replicate", "ep", "edp", "etp")  # the axes that divide others anew
+CARVED = ("shard", "replicate", "ep", "edp", "etp", "row", "column", "kv")  # the axes that divide others anew
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class _Digit:
 class Mesh:
     """The ranks 0 to world - 1 as an array, its first axis varying fastest.
 
-    sizes: ranks per base axis, and of what is carved out of them: "ep", "etp" (1 or tp) and "hsdp" (replicas).
+    sizes: ranks per base axis, and of what is carved out of them: "ep", "etp" (1 or tp), "hsdp" (replicas), "grid" (side
+    of a square of tensor ranks) and "kv" (tensor ranks that keep the same KV heads).
     order: axes from inner to outer; axes of one rank may be left out. "ep" in it says only whether experts (before
     "dp", or absent) or their replicas (after "dp") are the neighbours. Raises RequestError when sizes do not divide.
 
     Carved axes. The token space is dp x cp, and tp too when etp is 1, flattened in mesh order: "ep" is ep consecutive
-    places of it, "edp" the ranks that hold the same experts. dp splits into "shard" (inner) and "replicate".
+    places of it, "edp" the ranks that hold the same experts. dp splits into "shard" (inner) and "replicate". A square of
+    tensor ranks has "row"s of consecutive ones and "column"s across them; "kv" is a run of consecutive tensor ranks.
     """
 
     def __init__(self, sizes: Mapping[str, int], order: Sequence[str]):
@@ -61,12 +63,18 @@ class Mesh:
         }
         self._digits = {axis: _Digit((axis,), 1, size) for axis, size in self.sizes.items()}
         self._carve(sizes.get("hsdp", 1), sizes.get("ep", 1), sizes.get("etp", 1), tuple(order))
+        self._carve_tensor(sizes.get("grid", 1), sizes.get("kv", 1))
 
     @classmethod
-    def of(cls, layout: Layout) -> "Mesh":
-        """The mesh of a layout, in its order; all four base axes are there, also those of one rank."""
+    def of(cls, layout: Layout, kv_heads: int = 0) -> "Mesh":
+        """The mesh of a layout, in its order; all four base axes are there, also those of one rank.
+
+        kv_heads: of the model, which decide how many tensor ranks keep the same ones; 0 where that is not asked.
+        """
         sizes = {"tp": layout.tp_size, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
-        carved = {"ep": layout.ep, "etp": layout.etp, "hsdp": layout.hsdp}
+        side = layout.tp_grid[0] if layout.tp_grid else 1
+        kv = max(1, (side if layout.tp_grid else layout.tp_size) // kv_heads) if kv_heads else 1
+        carved = {"ep": layout.ep, "etp": layout.etp, "hsdp": layout.hsdp, "grid": side, "kv": kv}
         return cls({**sizes, **carved}, (*layout.axes, *(axis for axis in BASE if axis not in layout.axes)))
 
     def _carve(self, hsdp: int, ep: int, etp: int, order: tuple[str, ...]) -> None:
@@ -81,6 +89,14 @@ class Mesh:
         outer = "ep" in order and "dp" in order and order.index("ep") > order.index("dp")
         self._digits["ep"] = _Digit(tokens, replicas if outer else 1, ep)
         self._digits["edp"] = _Digit(tokens, 1 if outer else ep, replicas)
+
+    def _carve_tensor(self, side: int, kv: int) -> None:
+        tp = self._space("tp")
+        across = _quotient(self.size("tp"), side, "tp", "tp") if side > 1 else 1
+        assert across in (1, side), f"a grid of {side} x {side} is not tp = {self.size('tp')}"
+        self._digits["row"] = _Digit(tp, 1, side)
+        self._digits["column"] = _Digit(tp, side, side)
+        self._digits["kv"] = _Digit(tp, 1, kv)
 
     def _space(self, *axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes if axis in axes)
@@ -144,6 +160,7 @@ class Mesh:
     def _carves(self, axis: str) -> bool:
         """Whether a carved axis says something that the base axes do not."""
         whole = {"shard": "replicate", "replicate": "replicate", "ep": "ep", "edp": "ep", "etp": "ep"}
+        whole |= {"row": "row", "column": "row", "kv": "kv"}
         return self.size(whole[axis]) > 1
 
     def _along(self, digit: _Digit, rank: int) -> list[int]:
@@ -194,7 +211,7 @@ def _check(sizes: Mapping[str, int], order: tuple[str, ...]) -> None:
                 "layout.order", f"layout.order leaves out {axis} = {size}; {'-'.join((*order, axis))} would do"
             )
     for axis in (*order, *sizes):
-        if axis not in (*BASE, "ep", "etp", "hsdp") or order.count(axis) > 1:
+        if axis not in (*BASE, "ep", "etp", "hsdp", "grid", "kv") or order.count(axis) > 1:
             raise RequestError(
                 "layout.order", f"layout.order = {'-'.join(order)} names {axis} wrongly; {'-'.join(BASE)} would do"
             )
@@ -222,6 +239,9 @@ def _holds(axis: str, place: int, size: int) -> str:
         "ep": "part {} of {} of the experts",
         "edp": "copy {} of {} of its experts",
         "etp": "part {} of {} of every matrix of its experts",
+        "row": "features {} of {} of its row's tokens",
+        "column": "tokens {} of {} of its column's features",
+        "kv": "copy {} of {} of its KV heads",
     }
     return what[axis].format(place, size)
 
@@ -242,6 +262,9 @@ def _exchanges(axis: str, group: tuple[int, ...], rank: int) -> str:
         "ep": "tokens in every mixture-of-experts layer, there and back,",
         "edp": "gradients of its experts once a step",
         "etp": "partial sums of its experts' outputs in every mixture-of-experts layer",
+        "row": "blocks of activations in every matrix product,",
+        "column": "blocks of weights in every matrix product,",
+        "kv": "gradients of its KV heads once a step",
     }
     return f"{what[axis]} with {_listed([other for other in group if other != rank])}"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from reference import MODELS, STEPS, job, plain_torch
+from reference import MODELS, STEPS, differing, job, plain_torch
 from shoal.axes.zero import cost
 from shoal.axes.zero.part import Part
 from shoal.axes.zero.run import ZeRO
@@ -15,13 +15,14 @@ from shoal.axes.zero.shard import shard
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
+from shoal.plan.pieces import pieces_of
 from shoal.plan.traffic import parts_of, sharding, step_transfers, times
 from shoal.spec.inventory import Parameter, inventory
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 from shoal.train.trainer import Trainer
 from shoal.verify.audit import audit
-from shoal.verify.compare import Record, compare, differing_replicas
+from shoal.verify.compare import Record, compare
 from shoal.verify.trial import MadeUpBatches, trial
 
 LAYOUTS = [
@@ -54,7 +55,7 @@ def test_every_stage_trains_what_plain_torch_trains_and_sends_what_is_planned(po
     records = pool.run(trial, asked.layout.world, asked, STEPS)
     errors = compare(records[0], plain_torch(asked))
     assert {kind: error for kind, error in errors.items() if error.value > 1e-10} == {}
-    assert differing_replicas(records) is None
+    assert differing(asked, records) is None
     world = range(asked.layout.world)
     rows = audit([times(step_transfers(asked, rank), STEPS) for rank in world], [r.transfers for r in records])
     assert [row.difference() for row in rows if not row.ok] == []
@@ -144,7 +145,7 @@ def test_memory_is_what_the_formulas_say(pool, layout, model):
     """Resting and peak, per category and rank, exactly."""
     asked = fitting(layout, MODELS[model])
     cut, mesh = sharding(asked), Mesh.of(asked.layout)
-    parts = parts_of(asked)
+    parts = parts_of(asked, pieces_of(asked, 0))
     for rank, (now, peak, optimizer) in enumerate(pool.run(memory_after_steps, asked.layout.world, asked)):
         resting = cost.resting_bytes(parts, cut, mesh.coordinate("shard", rank))
         on_top = cost.peak_bytes(parts, cut)
@@ -227,7 +228,7 @@ def test_stage_2s_peak_depends_on_the_bucket():
 def test_without_the_all_gather_replicas_diverge(pool, zero):
     asked = job(f"dp=2,zero={zero}", MODELS["llama-like"])
     records = pool.run(trial_without_spread, 2, asked)
-    assert "differs between rank 0 and rank 1" in differing_replicas(records)
+    assert "differs between rank 0 and rank 1" in differing(asked, records)
     assert compare(records[0], first_steps(asked, 2))["weights"].value > 1e-4
 
 
@@ -281,12 +282,12 @@ def test_bfloat16_keeps_its_masters_in_the_shards(pool, layout, reduce_dtype):
     found = Record(records[0].losses[:1], records[0].grad_norms[:1], records[0].gradients[:1], records[0].weights, [])
     errors = compare(found, first)
     assert errors["loss"].value < 5e-3 and errors["grad_norm"].value < 2e-2 and errors["grad"].value < 8e-2
-    assert differing_replicas(records) is None
+    assert differing(asked, records) is None
     rows = audit(
         [times(step_transfers(asked, r), 3) for r in range(asked.layout.world)], [r.transfers for r in records]
     )
     assert [row.difference() for row in rows if not row.ok] == []
-    cut, parts = sharding(asked), parts_of(asked)
+    cut, parts = sharding(asked), parts_of(asked, pieces_of(asked, 0))
     for rank, (now, _, optimizer) in enumerate(pool.run(memory_after_steps, asked.layout.world, asked)):
         resting = cost.resting_bytes(parts, cut, rank)
         assert (now["weights"], now["gradients"], optimizer) == tuple(resting.values())

@@ -26,7 +26,7 @@ REFUSED = {
     "nan": (["train", "--train.learning_rate", "nan"], "train.learning_rate = nan is not a finite number"),
     "layout with an unknown key": (["train", "--layout", "dq=2"], "dq is not a field of layout; did you mean layout.dp?"),
     "layout without a value": (["train", "--layout", "dp"], "layout.dp has no value"),
-    "layout that is not built": (["train", "--layout", "tp=2"], "layout.tp = 2 cannot be run by this version"),
+    "layout that is not built": (["train", "--layout", "cp=2"], "layout.cp = 2 cannot be run by this version"),
     "batch that does not divide": (["train", "--layout", "dp=3"], "train.batch = 16 does not divide over dp = 3"),
     "sequence too long": (["train", "--data.sequence", "5000"], "data.sequence = 5000 is longer than model.positions_max = 1024"),
     "heads that do not divide": (["train", "--model.heads", "7"], "model.heads = 7 does not divide model.hidden = 256"),
@@ -131,7 +131,7 @@ def test_what_needs_no_torch_answers_without_it():
     program = (
         "import sys\nfrom shoal.cli.main import main\n"
         "main(['train', '--layout', 'dp=2', '--dump-config'])\nmain(['train', '--dtype', 'float23'])\n"
-        "main(['verify', '--layout', 'tp=2'])\nassert 'torch' not in sys.modules\n"
+        "main(['verify', '--layout', 'ep=2,dp=2'])\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

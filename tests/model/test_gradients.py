@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.axes.tensor.loss import head_loss
+from shoal.axes.tensor.run import TensorLayers
+from shoal.comm.world import World
 from shoal.kernels.dropout import DropoutKey
 from shoal.kernels.norm import norm
 from shoal.model.attention import Attention, visible
 from shoal.model.block import Block
 from shoal.model.decoder import Decoder
-from shoal.model.loss import head_loss
 from shoal.model.mlp import GatedMLP, GeluMLP
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec
@@ -20,6 +22,10 @@ B, S = 2, 5
 SIZES = {"layers": 1, "hidden": 6, "heads": 2, "ffn": 5, "vocab": 7, "positions_max": S, "head_size": 4}
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 STEP = 1e-6
+
+
+def alone(spec: ModelSpec) -> TensorLayers:
+    return TensorLayers(spec, World.single().group("tp"))
 
 
 def filled(module: nn.Module) -> nn.Module:
@@ -56,7 +62,7 @@ def assert_gradients(function: Callable[[], Tensor], tensors: list[Tensor]) -> N
 @pytest.mark.parametrize("kind", [GatedMLP, GeluMLP])
 def test_mlp(kind):
     spec = ModelSpec(**SIZES, **BIASES)
-    layer, x = filled(kind(spec)), given(spec)
+    layer, x = filled(kind(spec, alone(spec))), given(spec)
     assert_gradients(lambda: layer(x), [x, *layer.parameters()])
 
 
@@ -71,7 +77,7 @@ def test_norm(kind):
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention(extra, packed):
     spec = ModelSpec(**SIZES, **extra)
-    layer, x = filled(Attention(spec)), given(spec)
+    layer, x = filled(Attention(spec, alone(spec))), given(spec)
     turn = rotation(spec.rope, spec.head_size, torch.arange(S)[None], torch.float64)
     documents = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 3, 4]]) if packed else None
     mask = visible(S, spec.window, documents, x.device)
@@ -80,7 +86,7 @@ def test_attention(extra, packed):
 
 def test_block_with_dropout():
     spec = ModelSpec(**SIZES, dropout=0.3)
-    layer, x = filled(Block(spec)), given(spec)
+    layer, x = filled(Block(spec, alone(spec))), given(spec)
     rows, features = DropoutKey(0, 1, torch.tensor([4, 9]), torch.arange(S)).noise(2, spec.hidden)
     assert_gradients(lambda: layer(x, None, None, (rows, features)), [x, *layer.parameters()])
 
@@ -100,4 +106,4 @@ def test_head():
     hidden = given(ModelSpec(**SIZES))
     weight = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).requires_grad_()
     targets = torch.tensor([[0, 6, -100, 3, 3], [1, -100, -100, 5, 2]])
-    assert_gradients(lambda: head_loss(hidden, weight, targets), [hidden, weight])
+    assert_gradients(lambda: head_loss(hidden, weight, targets, World.single().group("tp")), [hidden, weight])

@@ -20,17 +20,17 @@ LLAMA = {"model": {"preset": "llama3.1-8b"}}
         ),
         (
             {**LLAMA, "layout": "tp=5"},
-            "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads and ffn 14336 evenly; "
+            "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads evenly; "
             "1, 2, 4, 8, 16 or 32 would",
         ),
         (
-            {**LLAMA, "layout": "tp=3x3"},
-            "layout.tp = 3x3 does not cut the model's 32 heads, 8 KV heads and ffn 14336, hidden 4096 evenly; "
+            {**LLAMA, "layout": "tp=3x3", "train": {"batch": 32}},
+            "layout.tp = 3x3 does not cut the model's 32 heads, 8 KV heads and hidden 4096 evenly; "
             "1x1, 2x2, 4x4, 8x8, 16x16 or 32x32 would",
         ),
         (
             {"model": {"heads": 12, "kv_heads": 3, "hidden": 96}, "layout": "tp=2"},
-            "layout.tp = 2 does not cut the model's 12 heads, 3 KV heads and ffn 256 evenly; 1 would",
+            "layout.tp = 2 does not cut the model's 12 heads, 3 KV heads evenly; 1, 3, 6 or 12 would",
         ),
         (
             {"layout": "pp=8", "train": {"batch": 16}},

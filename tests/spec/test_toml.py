@@ -13,7 +13,7 @@ from shoal.spec.job import Job
 from shoal.spec.presets import MODELS
 from shoal.spec.toml import job_toml, read_toml, write_toml
 
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=12)
 scalars = text | st.booleans() | st.integers() | st.floats(allow_nan=False)
 values = scalars | st.lists(scalars | st.lists(scalars, max_size=2), max_size=3)
 trees = st.recursive(

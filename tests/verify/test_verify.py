@@ -10,6 +10,7 @@ from shoal.cli.main import main
 from shoal.comm.collectives import Handle
 from shoal.plan import traffic
 from shoal.spec.build import job_from_tree
+from shoal.spec.layout import Layout
 from shoal.spec.presets import MODELS
 from shoal.verify.trial import trial
 from shoal.verify.verify import shrink, small_job, verify
@@ -76,7 +77,7 @@ def test_the_command_exits_1_and_names_what_differs(capsys, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_preset_shrinks_to_a_model_of_its_kind(name):
     whole = job_from_tree({"model": {"preset": name}}).model
-    small = shrink(whole)
+    small = shrink(whole, Layout())
     assert small.layers <= 2 and small.hidden <= 64
     kept = ("norm", "positions", "mlp", "qk_norm", "qkv_bias", "output_bias", "mlp_bias", "tied", "rope")
     assert all(getattr(small, field) == getattr(whole, field) for field in kept)

@@ -7,9 +7,12 @@ moves: a run of parameters.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from shoal.axes.piece import Span
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,14 @@ class Flat:
             if place not in arrived:
                 slot.view(buffer).zero_()
 
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """What lies in [start, stop) of the buffer, relative to start."""
+        return [
+            Span(slot.name, max(start - slot.start, 0), max(slot.start, start) - start, slot_stop - start)
+            for slot in self.slots
+            if (slot_stop := min(slot.start + slot.count, stop)) > max(slot.start, start)
+        ]
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
         """What lies in [start, stop) of the buffer, relative to start: (run, whether it decays); padding is nobody's."""
         edge = min(max(self.decayed, start), stop) - start
@@ -80,6 +91,13 @@ class Flat:
         for run, decays in ((slice(0, edge), True), (slice(edge, end), False)):
             if run.stop > run.start:
                 yield run, decays
+
+
+class Held(NamedTuple):
+    """A flat gradient buffer of this rank, and what lies where in it."""
+
+    buffer: Tensor
+    spans: list[Span]
 
 
 class Bucket:

@@ -171,11 +171,14 @@ def broadcast(x: Tensor, group: Group, root: int) -> Tensor:
     return x
 
 
-def reduce(x: Tensor, group: Group, root: int, op: str = "sum") -> Tensor:
-    """The sum ("max", "min") of every rank's x on the root, in place there; on the others x stays as it was."""
+def reduce(x: Tensor, group: Group, root: int, op: str = "sum", overwrite: bool = False) -> Tensor:
+    """The sum ("max", "min") of every rank's x on the root, in place there; on the others x stays as it was.
+
+    overwrite: the others give their x away, which spares them a copy; what it holds afterwards means nothing.
+    """
     if group.size > 1:
         _check(x, group, in_place=True)
-        scratch = x if group.index == root else x.clone()  # gloo overwrites what the others pass
+        scratch = x if overwrite or group.index == root else x.clone()  # gloo overwrites what the others pass
         dist.reduce(scratch, op=OPERATIONS[op], group=group.process_group, group_dst=root)
         _record(group, "reduce", x, x.numel(), root)
     return x

@@ -56,6 +56,15 @@ class Ledger:
         finally:
             self.place, self._book = before, book
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """What happens inside is not recorded."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
     def record(self, axis: str, op: str, sent: int, received: int) -> None:
         """Adds one call to the current place; sent and received in bytes."""
         if not self.enabled:

@@ -32,6 +32,10 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def alone(self) -> "Group":
+        """The group of this rank alone."""
+        return Group(self.axis, (self.ranks[self.index],), 0, self.ledger, self.device)
+
 
 class World:
     """This rank among all of a mesh's, once torch.distributed is initialised with mesh.world processes.

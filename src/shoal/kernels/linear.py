@@ -4,6 +4,8 @@ For float32 on CPUs torch calls MKL, which uses half of what processors not made
 where float32 is as exact and all are served alike; here large float32 products on CPUs go there, eager or compiled.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,11 +14,49 @@ _ONEDNN = torch.backends.mkldnn.is_available()  # asked once: torch's compiler c
 _WORTH_IT = 2**23  # multiplications; below, handing tensors over takes longer than it saves
 
 
+class PutOff:
+    """Weight gradients that backward left for later, in the order in which it met them (spec BG-4, PP-10).
+
+    What a put-off gradient needs stays alive until `run`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Leaves `parameter`'s gradient, which `compute` returns, for later."""
+        self._waiting.append((parameter, compute))
+
+    def take(self) -> "PutOff":
+        """Everything left so far, as a queue of its own; this one is empty then."""
+        taken = PutOff()
+        taken._waiting, self._waiting = self._waiting, []
+        return taken
+
+    def run(self) -> None:
+        """Computes everything left and adds it to the parameters' gradients as backward would, hooks included."""
+        while self._waiting:
+            parameter, compute = self._waiting.pop(0)
+            with torch.no_grad():
+                gradient = compute()
+            torch.autograd.backward([parameter], [gradient])
+
+
 class Linear(nn.Linear):
-    """torch's linear layer on the faster kernels: x (..., in) -> (..., out), weight (out, in)."""
+    """torch's linear layer on the faster kernels: x (..., in) -> (..., out), weight (out, in).
+
+    put_off: where backward leaves the weight gradient, when it is not to compute it at once.
+    """
+
+    put_off: PutOff | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        if self.put_off is None:
+            return linear(x, self.weight, self.bias)
+        return _PuttingOff.apply(x, self.weight, self.bias, self.put_off)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,6 +74,30 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     if _for_onednn(gradient, x.shape[-1]):
         return _weight_gradient(gradient, x)
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _PuttingOff(torch.autograd.Function):
+    """Backward computes the input's gradient alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, queue: PutOff) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.queue = bias, queue
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        put_off_weight(ctx.queue, weight, ctx.bias, gradient, x)
+        return input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def put_off_weight(queue: PutOff, weight: Tensor, bias: Tensor | None, gradient: Tensor, x: Tensor) -> None:
+    """Leaves the gradients of a linear layer's weight and bias in the queue, where they are wanted."""
+    if weight.requires_grad:
+        queue.add(weight, lambda: weight_gradient(gradient, x))
+    if bias is not None and bias.requires_grad:
+        queue.add(bias, lambda: gradient.flatten(0, -2).sum(dim=0))
 
 
 def _for_onednn(x: Tensor, columns: int) -> bool:

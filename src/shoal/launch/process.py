@@ -12,7 +12,7 @@ from shoal.comm.backend import backend_of
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.launch.cluster import Place
-from shoal.mesh import Mesh
+from shoal.plan.pieces import mesh_of
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.machine import Machine
@@ -54,7 +54,7 @@ def connected(job: Job, place: Place | None) -> Iterator[World]:
         timeout=timedelta(seconds=job.machine.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    world = World(Mesh.of(job.layout), place.rank, Ledger(), device=device)
+    world = World(mesh_of(job), place.rank, Ledger(), device=device)
     yield world
     # Only after success: a rank that fails must not wait here for peers that wait for it.
     dist.barrier()  # nobody leaves while another still waits for it

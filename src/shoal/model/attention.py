@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.kernels.linear import Linear
 from shoal.kernels.norm import RMSNorm
+from shoal.model.layers import Layers
 from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
 
@@ -59,19 +59,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | N
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped KV heads (Ainslie et al. 2023); x (b, s, h) -> (b, s, h)."""
+    """Self-attention with grouped KV heads (Ainslie et al. 2023), each rank over its own heads; x (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layers: Layers):
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = spec.heads, spec.kv_heads, spec.head_size
+        self.heads, self.kv_heads, self.head_size = layers.heads, layers.kv_heads, spec.head_size
         self.window = spec.window
-        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_size
-        self.qkv = Linear(spec.hidden, rows, bias=spec.qkv_bias)
+        self.qkv = layers.column((self.heads + 2 * self.kv_heads) * self.head_size, bias=spec.qkv_bias)
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
             self.k_norm = RMSNorm(spec.head_size, eps=spec.norm_eps)
         self.qk_norm = spec.qk_norm
-        self.out = Linear(spec.heads * spec.head_size, spec.hidden, bias=spec.output_bias)
+        self.out = layers.row(self.heads * self.head_size, bias=spec.output_bias)
 
     def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None) -> Tensor:
         q, k, v = (

@@ -3,27 +3,27 @@
 from torch import Tensor, nn
 
 from shoal.kernels.dropout import Noise, dropped
-from shoal.kernels.norm import norm
 from shoal.model.attention import Attention
+from shoal.model.layers import Layers
 from shoal.model.mlp import mlp
 from shoal.model.rope import Rotation
 from shoal.spec.model import ModelSpec
 
 
 class Block(nn.Module):
-    """x (b, s, h) -> (b, s, h).
+    """x (b, s, h) -> (b, s, h), or this rank's part of it.
 
     turn: the rotation of this forward, None without rope; mask: from `visible`; noise: keys of the block's two dropout
     sites, rows (2, b, s), or None.
     """
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layers: Layers):
         super().__init__()
         self.dropout = spec.dropout
-        self.attention_norm = norm(spec)
-        self.attention = Attention(spec)
-        self.mlp_norm = norm(spec)
-        self.mlp = mlp(spec)
+        self.attention_norm = layers.norm()
+        self.attention = Attention(spec, layers)
+        self.mlp_norm = layers.norm()
+        self.mlp = mlp(spec, layers)
 
     def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, noise: Noise | None) -> Tensor:
         y = self.attention(self.attention_norm(x), turn, mask)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.axes.piece import Piece, everything
 from shoal.spec.inventory import inventory
 from shoal.spec.model import ModelSpec
 
@@ -18,17 +19,27 @@ _BLOCK = 64  # rows of one stream
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fills every parameter of a Decoder built from `spec` as the inventory says."""
+def initialise(module: nn.Module, spec: ModelSpec, seed: int, pieces: Sequence[Piece] | None = None) -> None:
+    """Fills every parameter of a Decoder built from `spec` as the inventory says.
+
+    pieces: what this rank keeps of each parameter, by default all of it; padding becomes zero.
+    """
     parameters = dict(module.named_parameters())
-    for entry in inventory(spec):
+    for piece in pieces if pieces is not None else map(everything, inventory(spec)):
+        entry = piece.parameter
         parameter = parameters.pop(entry.name)
+        assert parameter.shape == piece.shape, f"{entry.name} is {tuple(parameter.shape)}, not {piece.shape}"
+        parameter.zero_()
         if entry.init != "normal":
             parameter.fill_(1 if entry.init == "ones" else 0)
             continue
-        for start in range(0, len(parameter), _BLOCK):
-            stop = min(start + _BLOCK, len(parameter))
-            parameter[start:stop] = rows(entry.name, entry.shape, entry.std, seed, start, stop)
+        for run in piece.runs[0]:
+            for start in range(run.start, run.stop, _BLOCK):
+                stop = min(start + _BLOCK, run.stop)
+                drawn = rows(entry.name, entry.shape, entry.std, seed, start, stop)
+                here = slice(run.at + start - run.start, run.at + stop - run.start)
+                for there, columns in Piece(entry, piece.shape[1:], piece.runs[1:]).blocks():
+                    parameter[(here, *columns)] = drawn[(slice(None), *there)].to(parameter)
     assert not parameters, f"not in the inventory: {', '.join(parameters)}"
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.kernels.linear import Linear
+from shoal.model.layers import Layers
 from shoal.spec.model import ModelSpec
 
 
@@ -39,10 +39,10 @@ class _SwiGLU(torch.autograd.Function):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)); x (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layers: Layers):
         super().__init__()
-        self.gate_up = Linear(spec.hidden, 2 * spec.ffn, bias=spec.mlp_bias)
-        self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.gate_up = layers.column(2 * layers.ffn, bias=spec.mlp_bias)
+        self.down = layers.row(layers.ffn, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x)))
@@ -51,15 +51,15 @@ class GatedMLP(nn.Module):
 class GeluMLP(nn.Module):
     """down(gelu(up(x))); x (b, s, h) -> (b, s, h)."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layers: Layers):
         super().__init__()
-        self.up = Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
-        self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.up = layers.column(layers.ffn, bias=spec.mlp_bias)
+        self.down = layers.row(layers.ffn, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-def mlp(spec: ModelSpec) -> nn.Module:
+def mlp(spec: ModelSpec, layers: Layers) -> nn.Module:
     """The MLP that the model asks for."""
-    return (GatedMLP if spec.mlp == "swiglu" else GeluMLP)(spec)
+    return (GatedMLP if spec.mlp == "swiglu" else GeluMLP)(spec, layers)

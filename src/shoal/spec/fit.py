@@ -13,7 +13,7 @@ def check_fit(model: ModelSpec, layout: Layout, sequence: int, batch: int) -> No
     sequence: tokens; batch: sequences per step over all ranks.
     """
     _check_batch(layout, batch)
-    _check_tensor(model, layout)
+    _check_tensor(model, layout, batch // (layout.dp * layout.micro_batches))
     _check_pipeline(model, layout)
     _check_sequence(model, layout, sequence)
 
@@ -28,24 +28,31 @@ def _check_batch(layout: Layout, batch: int) -> None:
         )
 
 
-def _check_tensor(model: ModelSpec, layout: Layout) -> None:
-    """Heads and MLP are cut over the tensor ranks; KV heads too, or each is kept by equally many ranks."""
+def _check_tensor(model: ModelSpec, layout: Layout, micro_batch: int) -> None:
+    """Heads are cut over the tensor ranks; KV heads too, or each is kept by equally many ranks. The rest is padded."""
 
     def cuts(parts: int) -> bool:
         shared = model.kv_heads % parts == 0 or parts % model.kv_heads == 0
         along_hidden = layout.tp_grid is None or model.hidden % parts == 0
-        return model.heads % parts == 0 and model.ffn % parts == 0 and shared and along_hidden
+        return model.heads % parts == 0 and shared and along_hidden
 
     parts = _tensor_parts(layout)
     if not cuts(parts):
         sizes = alternatives((size for size in divisors(model.heads) if cuts(size)), parts)
         if layout.tp_grid:
             sizes = re.sub(r"\d+", r"\g<0>x\g<0>", sizes)
-        hidden = f", hidden {model.hidden}" if layout.tp_grid else ""
+        hidden = f" and hidden {model.hidden}" if layout.tp_grid else ""
         raise RequestError(
             "layout.tp",
-            f"layout.tp = {layout.tp} does not cut the model's {model.heads} heads, {model.kv_heads} KV heads and "
-            f"ffn {model.ffn}{hidden} evenly; {sizes} would",
+            f"layout.tp = {layout.tp} does not cut the model's {model.heads} heads, {model.kv_heads} KV heads{hidden} "
+            f"evenly; {sizes} would",
+        )
+    if layout.tp_grid and micro_batch % parts:
+        batch = micro_batch * layout.dp * layout.micro_batches
+        raise RequestError(
+            "train.batch",
+            f"train.batch = {batch} gives micro-batches of {micro_batch} sequences, which {parts} rows of tensor ranks do "
+            f"not cut evenly; {multiples_around(batch, parts * layout.dp * layout.micro_batches)} would do",
         )
 
 

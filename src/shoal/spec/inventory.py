@@ -13,10 +13,14 @@ from shoal.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Part:
-    """A run of `rows` along the cut dim that holds `units` (heads, ffn columns, token ids) which stay whole."""
+    """A run of `rows` along the cut dim that holds `units` (heads, ffn columns, token ids) which stay whole.
+
+    shared: ranks may keep the same unit where there are fewer units than ranks, as for KV heads.
+    """
 
     rows: int
     units: int
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def _block(model: ModelSpec, block: str) -> Iterator[Parameter]:
     h, f, d = model.hidden, model.ffn, model.head_size
     a, g = model.heads, model.kv_heads
     std, residual_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
-    q, kv, columns = Part(a * d, a), Part(g * d, g), Part(f, f)
+    q, kv, columns = Part(a * d, a), Part(g * d, g, shared=True), Part(f, f)
 
     yield from _norm(model.norm, f"{block}.attention_norm", h, block)
     yield from _linear(f"{block}.attention.qkv", (a + 2 * g) * d, h, block, std, Cut(0, (q, kv, kv)), model.qkv_bias)

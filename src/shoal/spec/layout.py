@@ -29,6 +29,9 @@ class Layout:
     hsdp: int = described(1, "replicas of hybrid sharding: dp = hsdp x ranks of one shard group", low=1)
     tp: int | str = described(1, "ranks of tensor parallelism: 4, or 2x2 for a square grid", low=1)
     sp: bool = described(False, "sequence parallelism on the tensor ranks, outside attention and MLP")
+    regather: bool = described(
+        False, "sp: keep only a part of each layer pair's input and gather it a second time in backward"
+    )
     pp: int = described(1, "stages of the pipeline", low=1)
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"] = described(
         "1f1b", "order of the pipeline's forwards and backwards"

@@ -1,6 +1,5 @@
 """A whole training run on one rank: data, steps, evaluation, metrics, and what is left in the output folder."""
 
-import json
 import math
 import os
 import time
@@ -8,10 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 from shoal.comm.world import World
+from shoal.model.decoder import Decoder
 from shoal.model.sample import sample
 from shoal.plan.traffic import evaluation_transfers, step_transfers, times
 from shoal.spec.errors import RequestError
@@ -25,6 +22,7 @@ from shoal.train.files import removed, room_in
 from shoal.train.metrics import MetricsWriter
 from shoal.train.summary import NotFinite, Summary
 from shoal.train.trainer import StepResult, Trainer
+from shoal.train.weights import one_process, save_weights, whole_weights
 
 PROMPT = "def "  # what the sample at the end of a run continues
 SAMPLE_TEMPERATURE = 0.7
@@ -85,10 +83,12 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
                     f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
     measured = world.ledger.transfers()
-    save_weights(trainer, out / "model.safetensors", write=leads)
+    weights = whole_weights(trainer)
     text = ""
-    if train.sample and (leads or trainer.states.shared):
-        text = write_sample(trainer, job)
+    if leads:
+        save_weights(trainer, weights, out / "model.safetensors")
+        if train.sample:
+            text = write_sample(one_process(trainer, weights), job)
     seconds = time.perf_counter() - started
     return Summary(
         out=str(out),
@@ -109,7 +109,7 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
     )
 
 
-def write_sample(trainer: Trainer, job: Job) -> str:
+def write_sample(model: Decoder, job: Job) -> str:
     """What the model writes after PROMPT, or after an end of document where the tokenizer has no ids for PROMPT."""
     tokenizer = load_tokenizer(job.data.tokenizer)
     try:
@@ -117,26 +117,8 @@ def write_sample(trainer: Trainer, job: Job) -> str:
     except RequestError:
         prompt = []
     prompt = prompt or [tokenizer.eod]
-    written = sample(trainer.model, prompt, job.train.sample, SAMPLE_TEMPERATURE, job.train.seed)
+    written = sample(model, prompt, job.train.sample, SAMPLE_TEMPERATURE, job.train.seed)
     return tokenizer.decode([*prompt, *written])
-
-
-def save_weights(trainer: Trainer, path: Path, write: bool) -> None:
-    """Writes every parameter under its own name as safetensors; a killed save leaves the old file, if any.
-
-    write: whether this rank does; the others call it too, since sharded weights are put together by all.
-    """
-    weights: dict[str, Tensor] = {}
-    if write or trainer.states.shared:
-        for name, weight in trainer.states.weights():
-            if write:
-                weights[name] = weight.detach().cpu().clone()
-    if not write:
-        return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with room_in(path.parent), removed(unfinished):
-        save_file(weights, unfinished, metadata={"model": json.dumps(asdict(trainer.job.model))})
-        unfinished.replace(path)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -10,14 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.axes.shares import Shares
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
 from shoal.kernels.dropout import DropoutKey
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
+from shoal.plan.pieces import pieces_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
 from shoal.train.host import keep_freed_memory
+from shoal.train.layers import layers_of
 from shoal.train.optimizer import AdamW
 from shoal.train.schedule import learning_rate
 from shoal.train.states import States, data_states
@@ -54,10 +57,13 @@ class Trainer:
         self.job, self.world, self.batches = job, world, batches
         self.data_group = world.group("dp")
         keep_freed_memory(world.device)
-        dtype = DTYPES[job.train.dtype]
-        self.model = Decoder(job.model, dtype=dtype, device=world.device)
-        initialise(self.model, job.model, job.train.seed)
-        self.states = data_states(self.model, job, world)
+        self.model_group = world.group(("tp", "pp"))  # the ranks that together hold the model once
+        self.dtype = DTYPES[job.train.dtype]
+        self.pieces = pieces_of(job, world.rank)
+        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world))
+        initialise(self.model, job.model, job.train.seed, self.pieces)
+        self.states = data_states(self.model, job, world, self.pieces)
+        self.shares = Shares(self.states.held(), self.pieces, world.group)
         folder = Path(job.train.out) / "optimizer" / f"rank{world.rank}"
         self.optimizer = AdamW(self.states.runs(), job.train, world.ledger, folder)
         if job.train.compile:
@@ -81,12 +87,14 @@ class Trainer:
                     loss = self.model.loss(tokens, targets, dropout=dropout)
                 (loss / max(1, valid)).backward()
             loss_sum += float(loss.detach())
+        with ledger.at(phase="backward"):
+            self.shares.sum()
         if inspect:
             inspect(self.states)
         with ledger.at(phase="optimizer"):
             mean_loss = self._sum_over_ranks(loss_sum) / max(1, valid)
             rate = learning_rate(step, train)
-            norm = self.states.norm()
+            norm = self._norm()
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
             if finite:
                 if 0 < train.clip < norm + CLIP_EPS:
@@ -116,6 +124,13 @@ class Trainer:
         samples = torch.from_numpy(np.asarray(micro_batch.samples, dtype=np.int64)).to(device)
         positions = torch.arange(tokens.shape[1], device=device)
         return tokens, targets, DropoutKey(self.job.train.seed, step, samples, positions)
+
+    def _norm(self) -> float:
+        """Global L2 norm of the gradients, each element counted once, whatever the layout."""
+        squares = self.shares.squares(self.world.device)
+        for group in (self.states.shards, self.world.group("tp")):
+            squares = all_reduce(squares, group)
+        return float(squares) ** 0.5
 
     def _sum_over_ranks(self, value: float) -> float:
         """Sum over the data axis: one float64, exact for counts below 2^53."""

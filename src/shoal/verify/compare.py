@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank saw of a trial. gradients: per step, per parameter, whole and summed over all tokens."""
+    """What one rank saw of a trial. gradients: per step, per parameter, summed over all tokens; of its pieces alone."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -50,15 +50,6 @@ def compare(found: Record, truth: Record) -> dict[str, Error]:
         ),
         "grad_norm": _worst(_by_step("gradient norm", found.grad_norms, truth.grad_norms)),
     }
-
-
-def differing_replicas(records: Sequence[Record]) -> str | None:
-    """The first parameter whose weights are not bit-equal on all ranks, as a line; None when the replicas agree."""
-    for name, weight in records[0].weights.items():
-        for rank, record in enumerate(records):
-            if record.weights[name].tobytes() != weight.tobytes():
-                return f"{name} differs between rank 0 and rank {rank}, which should hold the same bits"
-    return None
 
 
 def _by_step(what: str, found: Sequence[float], truth: Sequence[float]) -> Iterator[tuple[float, str]]:

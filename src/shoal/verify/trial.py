@@ -4,7 +4,7 @@ import numpy as np
 
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
-from shoal.mesh import Mesh
+from shoal.plan.pieces import mesh_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch, share
 from shoal.train.trainer import Trainer
@@ -33,7 +33,7 @@ class MadeUpBatches:
 
 def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     """Runs `steps` steps of the job as `rank` of an initialised group of `world`; called on every rank."""
-    mesh = Mesh.of(job.layout)
+    mesh = mesh_of(job)
     here = World(mesh, rank, Ledger()) if world > 1 else World.single()
     trainer = Trainer(job, here, MadeUpBatches(job, mesh.coordinates(rank)["dp"]))
     gradients: list[dict[str, np.ndarray]] = []

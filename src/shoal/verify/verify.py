@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.launch.pool import Pool
+from shoal.plan.pieces import pieces_of
 from shoal.plan.traffic import step_transfers, times
+from shoal.spec.errors import divisors
 from shoal.spec.fit import check_fit
 from shoal.spec.job import DataSpec, Job
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
+from shoal.verify.assemble import disagreement, whole_record
 from shoal.verify.audit import Row, audit
-from shoal.verify.compare import Error, compare, differing_replicas
+from shoal.verify.compare import Error, compare
 from shoal.verify.trial import trial
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}  # design, idea 4; bfloat16 keeps 8 bits
@@ -50,18 +53,22 @@ class Verdict:
 def small_job(job: Job) -> Job:
     """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64."""
     layout = job.layout
-    data = DataSpec(sequence=min(job.data.sequence, 16))
-    batch = 2 * layout.dp * layout.micro_batches
+    rows = layout.tp_grid[0] if layout.tp_grid else 1
+    sequence = multiple(min(job.data.sequence, 16), layout.tp_size if layout.sp else 1)
+    batch = multiple(2, rows) * layout.dp * layout.micro_batches
     train = replace(job.train, batch=batch, dtype="float64", reduce_dtype="same", bucket_mb=0.05, warmup=0)
-    small = Job(shrink(job.model), layout, job.machine, data, train)
-    check_fit(small.model, layout, data.sequence, batch)
+    small = Job(shrink(job.model, layout), layout, job.machine, replace(DataSpec(), sequence=sequence), train)
+    check_fit(small.model, layout, sequence, batch)
     return small
 
 
-def shrink(model: ModelSpec) -> ModelSpec:
-    """A small model of the same kind: two blocks of four heads, everything that changes the mathematics kept."""
-    heads, size = 4, 8
+def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
+    """A small model of the same kind which the layout can cut: two blocks of about four heads, all mathematics kept."""
+    parts = layout.tp_grid[0] if layout.tp_grid else layout.tp_size
+    heads, size = multiple(4, parts), 8
     shared = model.heads // model.kv_heads  # query heads to one KV head
+    fitting = [kv for kv in divisors(heads) if kv % parts == 0 or parts % kv == 0]
+    wanted = 1 if model.kv_heads == 1 else heads // min(shared, 2)
     of_its_own = model.head_size * model.heads != model.hidden
     return replace(
         model,
@@ -69,13 +76,18 @@ def shrink(model: ModelSpec) -> ModelSpec:
         layers=min(model.layers, 2),
         hidden=heads * size,
         heads=heads,
-        kv_heads=1 if model.kv_heads == 1 else heads // min(shared, 2),
+        kv_heads=min(fitting, key=lambda kv: abs(kv - wanted)),
         head_size=2 * size if of_its_own else size,
         ffn=48,
         vocab=min(model.vocab, 131),
         positions_max=64,
         window=min(model.window, 8) if model.window else None,
     )
+
+
+def multiple(number: int, of: int) -> int:
+    """The smallest multiple of `of` that is not below `number`."""
+    return -(-number // of) * of
 
 
 def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable = trial) -> Verdict:
@@ -95,7 +107,8 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     alone = replace(job, layout=Layout(), train=replace(job.train, offload="none"))
     (truth,) = pool.run(trial, 1, alone, steps)
     records = pool.run(run, layout.world, job, steps)
-    errors = compare(records[0], truth)
+    pieces = [pieces_of(job, rank) for rank in range(layout.world)]
+    errors = compare(whole_record(records, pieces), truth)
     predicted = [times(step_transfers(job, rank), steps) for rank in range(layout.world)]
     rows = audit(predicted, [record.transfers for record in records])
     limit = TOLERANCE[job.train.dtype]
@@ -105,6 +118,6 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
         if not error.value <= limit
     ]
     failures += [row.difference() for row in rows if not row.ok]
-    if strayed := differing_replicas(records):
+    if strayed := disagreement([record.weights for record in records], pieces):
         failures.append(strayed)
     return Verdict(layout, limit, errors, rows, failures)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from shoal.axes.flat import Bucket
+from shoal.axes.flat import Bucket, Held
 from shoal.comm.collectives import Handle, all_reduce
 from shoal.comm.world import Group
 
@@ -25,7 +24,7 @@ class DataParallel:
     shared = False  # every rank has all weights
 
     def __init__(self, buckets: list[Bucket], group: Group):
-        self.buckets, self.group = buckets, group
+        self.buckets, self.group, self.shards = buckets, group, group.alone()
         self.first = self.leaves = True  # whether this is the step's first micro-batch, and whether gradients leave
         self.in_flight: list[Handle] = []
         for place, bucket in enumerate(buckets):
@@ -49,11 +48,10 @@ class DataParallel:
             for handle in self.in_flight:
                 handle.wait()
 
-    def norm(self) -> float:
-        """Global L2 norm of the gradients, each parameter counted once; accumulated in float32 at least."""
-        accurate = torch.promote_types(self.buckets[0].gradients.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(bucket.gradients, dtype=accurate) for bucket in self.buckets]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+    def held(self) -> Iterator[Held]:
+        """The buffers of gradients on this rank."""
+        for bucket in self.buckets:
+            yield Held(bucket.gradients, bucket.flat.spans(0, bucket.flat.elements))
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient by `factor`, in place."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shoal.axes.data.cost import SCALAR, buckets
+from shoal.axes.piece import Span
 from shoal.spec.inventory import Parameter, elements
 from shoal.transfer import Transfer, traffic
 
@@ -123,6 +124,23 @@ def evaluation_transfers(parts: Parts, cut: Sharding, rank: int, forwards: int) 
             calls = forwards * (2 if name == ROOT else 1)
             sent, received = traffic("all_gather", padded(size, cut.ranks), cut.width, cut.ranks, rank)
             yield Transfer("evaluate", cut.shard_axis, "all_gather", sent * calls, received * calls, calls=calls)
+
+
+def held_spans(parts: Parts, cut: Sharding, rank: int) -> list[list[Span]]:
+    """What lies where in `rank`'s piece of each part: those with weight decay first, as in its flat buffer."""
+    held = []
+    for part in parts.values():
+        piece = padded(sum(map(elements, part)), cut.ranks) // cut.ranks
+        first, last = rank * piece, (rank + 1) * piece
+        spans: list[Span] = []
+        place = 0
+        for parameter in sorted(part, key=lambda parameter: not parameter.decay):
+            start, stop = max(place, first), min(place + elements(parameter), last)
+            if start < stop:
+                spans.append(Span(parameter.name, start - place, start - first, stop - first))
+            place += elements(parameter)
+        held.append(spans)
+    return held
 
 
 def own_runs(parts: Parts, cut: Sharding, rank: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.axes.flat import Held
 from shoal.axes.memory import Memory
 from shoal.axes.zero.part import Part
 from shoal.comm.collectives import Handle, all_gather, all_reduce
@@ -44,6 +45,7 @@ class ZeRO:
         gradient_dtype: torch.dtype | None = None,
     ):
         self.group, self.stage, self.replicas, self.literal = group, stage, replicas, literal
+        self.shards = group
         self.memory = Memory()
         self.units: list[Unit] = []
         self.order: list[Unit] = []  # as they were first called, learnt for prefetching
@@ -149,11 +151,10 @@ class ZeRO:
 
     # ---- the rest of a step
 
-    def norm(self) -> float:
-        """Global L2 norm of the gradients, each parameter counted once: squares of the shards, summed over the ranks."""
-        squares = [torch.linalg.vector_norm(part.gradients, dtype=torch.float64).square() for part in self.parts]
-        total = torch.stack(squares).sum().reshape(1)
-        return float(all_reduce(total, self.group)) ** 0.5
+    def held(self) -> Iterator[Held]:
+        """This rank's pieces of the gradients."""
+        for part in self.parts:
+            yield Held(part.gradients, part.flat.spans(part.mine.start, part.mine.stop))
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient by `factor`, in place."""
@@ -186,12 +187,8 @@ class ZeRO:
                 yield slot.name, slot.view(whole)
 
     def _uncounted(self, piece: Tensor) -> Tensor:
-        ledger = self.group.ledger
-        enabled, ledger.enabled = ledger.enabled, False
-        try:
+        with self.group.ledger.off():
             return all_gather(piece, self.group)
-        finally:
-            ledger.enabled = enabled
 
 
 class Unit:

@@ -6,8 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.model import loss as loss_module
-from shoal.model.loss import head_loss
+from shoal.axes.tensor import cost
+from shoal.axes.tensor.loss import head_loss as head_loss_over
+from shoal.comm.world import World
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return head_loss_over(hidden, weight, targets, World.single().group("tp"))
 
 
 def given(tokens=(3, 50), h=12, vocab=37, dtype=torch.float64, scale=1.0):
@@ -29,8 +34,8 @@ def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("rows", [1, 7, 64, 150, 1000])
 @pytest.mark.parametrize("invalid", [0.0, 0.4])
 def test_equals_cross_entropy_of_whole_logits(monkeypatch, rows, invalid):
-    monkeypatch.setattr(loss_module, "_LOGITS", 0)
-    monkeypatch.setattr(loss_module, "_LEAST_ROWS", rows)
+    monkeypatch.setattr(cost, "LOGITS", 0)
+    monkeypatch.setattr(cost, "LEAST_ROWS", rows)
     hidden, weight, targets = given()
     targets[torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) < invalid] = -100
     ours, theirs = head_loss(hidden, weight, targets), whole(hidden, weight, targets)

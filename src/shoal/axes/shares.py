@@ -1,0 +1,44 @@
+"""What several ranks keep of one parameter: partial gradients are summed over them, and a norm counts everything once."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.axes.flat import Held
+from shoal.axes.piece import Piece, counted_runs, shared_runs
+from shoal.comm.collectives import all_reduce
+from shoal.comm.world import Group
+
+
+class Shares:
+    """The shared parts of this rank's gradients, in the buffers where they lie.
+
+    held: the buffers; pieces: what this rank keeps of each parameter; group: gives the group of an axis.
+    """
+
+    def __init__(self, held: Iterable[Held], pieces: Sequence[Piece], group: Callable[[str], Group]):
+        held, named = list(held), {piece.parameter.name: piece for piece in pieces}
+        axes = list(dict.fromkeys(share.axis for piece in pieces for share in piece.shares))
+        groups = {axis: group(axis) for axis in axes}
+        elsewhere = {axis for axis in axes if groups[axis].index > 0}
+        self._partial = [
+            (groups[axis], [buffer[slice(*run)] for buffer, spans in held for run in shared_runs(spans, named, axis)])
+            for axis in axes
+        ]
+        self._counted = [buffer[slice(*run)] for buffer, spans in held for run in counted_runs(spans, named, elsewhere)]
+
+    def sum(self) -> None:
+        """Completes the gradients that each rank of an axis has only a part of: one all-reduce for each axis."""
+        for group, views in self._partial:
+            if views and group.size > 1:
+                total = all_reduce(torch.cat(views), group)
+                torch._foreach_copy_(views, list(total.split([len(view) for view in views])))
+
+    def squares(self, device: torch.device) -> Tensor:
+        """Sum of the squares of the gradients that this rank counts: float64 (1,), each formed in float32 at least."""
+        if not self._counted:
+            return torch.zeros(1, dtype=torch.float64, device=device)
+        accurate = torch.promote_types(self._counted[0].dtype, torch.float32)
+        norms = [torch.linalg.vector_norm(run, dtype=accurate) for run in self._counted]
+        return torch.stack(norms).double().square().sum().reshape(1)

@@ -1,0 +1,12 @@
+"""Which layers a rank's decoder is built from: chosen by the layout."""
+
+from shoal.axes.tensor.run import TensorLayers
+from shoal.comm.world import World
+from shoal.model.layers import Layers
+from shoal.spec.job import Job
+
+
+def layers_of(job: Job, world: World) -> Layers:
+    """The layers of this rank of `world` under the job's layout."""
+    layout = job.layout
+    return TensorLayers(job.model, world.group("tp"), layout.sp, layout.regather)

@@ -1,0 +1,51 @@
+"""Puts the pieces that ranks hold of each parameter together, and finds ranks that disagree on what they share. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.axes.piece import Piece
+from shoal.verify.compare import Record
+
+Held = Mapping[str, np.ndarray]  # by parameter, what one rank holds of it
+
+
+def whole_record(records: Sequence[Record], pieces: Sequence[Sequence[Piece]]) -> Record:
+    """What all ranks together saw: losses of the first, gradients and weights whole. Both arguments go by rank."""
+    steps = range(len(records[0].gradients))
+    return replace(
+        records[0],
+        gradients=[assembled([record.gradients[step] for record in records], pieces) for step in steps],
+        weights=assembled([record.weights for record in records], pieces),
+    )
+
+
+def assembled(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> dict[str, np.ndarray]:
+    """Every parameter from the first rank that holds each block of it; NaN where no rank does."""
+    whole: dict[str, np.ndarray] = {}
+    for of_rank, kept in zip(reversed(held), reversed(pieces), strict=True):
+        for piece in kept:
+            name = piece.parameter.name
+            if name in of_rank:
+                if name not in whole:
+                    whole[name] = np.full(piece.parameter.shape, np.nan)
+                piece.put(of_rank[name], whole[name])
+    return whole
+
+
+def disagreement(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> str | None:
+    """The first difference, as a line: a block whose bits differ between ranks that keep it, or padding that is not zero."""
+    seen: dict[tuple[str, str], tuple[int, bytes]] = {}
+    for rank, (of_rank, kept) in enumerate(zip(held, pieces, strict=True)):
+        for piece in kept:
+            name = piece.parameter.name
+            rest = of_rank[name].copy()
+            for there, here in piece.blocks():
+                first, bits = seen.setdefault((name, str(there)), (rank, of_rank[name][here].tobytes()))
+                if of_rank[name][here].tobytes() != bits:
+                    return f"{name} differs between rank {first} and rank {rank}, which should hold the same bits"
+                rest[here] = 0
+            if rest.any():
+                return f"{name}: its padding on rank {rank} is not zero"
+    return None
