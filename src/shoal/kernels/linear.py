@@ -82,18 +82,23 @@ class _PuttingOff(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, queue: PutOff) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.queue = bias, queue
+        ctx.parameters, ctx.queue = (weight, bias), queue
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        put_off_weight(ctx.queue, weight, ctx.bias, gradient, x)
+        put_off_weight(ctx.queue, *ctx.parameters, gradient, x)
         return input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def put_off_weight(queue: PutOff, weight: Tensor, bias: Tensor | None, gradient: Tensor, x: Tensor) -> None:
-    """Leaves the gradients of a linear layer's weight and bias in the queue, where they are wanted."""
+    """Leaves the gradients of a linear layer's weight and bias in the queue, where they are wanted.
+
+    weight, bias: the parameters themselves, which is not what autograd gives back for them where hooks on saved tensors
+    are at work.
+    """
+    x = x.detach()  # else it would keep the graph behind it alive, and the micro-batch's input
     if weight.requires_grad:
         queue.add(weight, lambda: weight_gradient(gradient, x))
     if bias is not None and bias.requires_grad:

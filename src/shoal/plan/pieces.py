@@ -2,6 +2,7 @@
 
 from shoal.axes.piece import Piece
 from shoal.axes.tensor import cut as tensor
+from shoal.axes.tensor2d import cut as tensor2d
 from shoal.mesh import Mesh
 from shoal.spec.inventory import inventory
 from shoal.spec.job import Job
@@ -14,5 +15,10 @@ def mesh_of(job: Job) -> Mesh:
 
 def pieces_of(job: Job, rank: int) -> list[Piece]:
     """What `rank` keeps of each parameter, in the inventory's order."""
-    layout, index = job.layout, mesh_of(job).coordinate("tp", rank)
-    return [tensor.piece(parameter, layout.tp_size, index, layout.sp) for parameter in inventory(job.model)]
+    layout, mesh, parameters = job.layout, mesh_of(job), inventory(job.model)
+    if layout.tp_grid:
+        # rank (i, j) is number i of its column and number j of its row
+        row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
+        return [tensor2d.piece(parameter, layout.tp_grid[0], row, column) for parameter in parameters]
+    index = mesh.coordinate("tp", rank)
+    return [tensor.piece(parameter, layout.tp_size, index, layout.sp) for parameter in parameters]

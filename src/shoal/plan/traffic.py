@@ -6,6 +6,7 @@ from dataclasses import replace
 from shoal.axes.data import cost as data
 from shoal.axes.piece import Piece, shared_runs
 from shoal.axes.tensor import cost as tensor
+from shoal.axes.tensor2d import cost as tensor2d
 from shoal.axes.zero import cost as zero
 from shoal.mesh import Mesh
 from shoal.plan.pieces import mesh_of, pieces_of
@@ -43,7 +44,7 @@ def step_transfers(job: Job, rank: int) -> list[Transfer]:
     shard = mesh.coordinate("shard", rank) if cut.stage else 0
     transfers: list[Transfer] = [*data.loss_transfers(layout.dp, place)]
     for micro_batch in range(layout.micro_batches):
-        transfers += _micro_batch(job, mesh.coordinate("tp", rank), micro_batch)
+        transfers += _micro_batch(job, mesh, rank, micro_batch)
     if cut.stage:
         replica = mesh.coordinate("replicate", rank)
         transfers += zero.step_transfers(parts, cut, shard, replica, layout.micro_batches)
@@ -62,7 +63,7 @@ def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
     mesh = mesh_of(job)
     forward = [
         replace(transfer, phase="evaluate", micro_batch=None)
-        for transfer in _micro_batch(job, mesh.coordinate("tp", rank), 0)
+        for transfer in _micro_batch(job, mesh, rank, 0)
         if transfer.phase == "forward"
     ]
     parts = parts_of(job, pieces_of(job, rank))
@@ -73,12 +74,15 @@ def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
     ]
 
 
-def _micro_batch(job: Job, index: int, micro_batch: int) -> Iterable[Transfer]:
-    """What the tensor axis moves for one micro-batch, on its rank number `index`."""
-    layout, width = job.layout, WIDTH[job.train.dtype]
-    shape = tensor.Shape(job.micro_batch, job.data.sequence, job.model.hidden, width)
-    axis = tensor.Axis(layout.tp_size, index, layout.sp, layout.regather)
-    return tensor.micro_batch_transfers(shape, axis, job.model, micro_batch)
+def _micro_batch(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> Iterable[Transfer]:
+    """What the tensor axis moves for one micro-batch."""
+    layout, width, b, s = job.layout, WIDTH[job.train.dtype], job.micro_batch, job.data.sequence
+    if layout.tp_grid:
+        row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
+        grid = tensor2d.Grid(layout.tp_grid[0], row, column, b, s, width)
+        return tensor2d.micro_batch_transfers(grid, job.model, micro_batch)
+    axis = tensor.Axis(layout.tp_size, mesh.coordinate("tp", rank), layout.sp, layout.regather)
+    return tensor.micro_batch_transfers(tensor.Shape(b, s, job.model.hidden, width), axis, job.model, micro_batch)
 
 
 def _shared(

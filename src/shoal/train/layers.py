@@ -1,6 +1,7 @@
 """Which layers a rank's decoder is built from: chosen by the layout."""
 
 from shoal.axes.tensor.run import TensorLayers
+from shoal.axes.tensor2d.run import Tensor2DLayers
 from shoal.comm.world import World
 from shoal.model.layers import Layers
 from shoal.spec.job import Job
@@ -9,4 +10,6 @@ from shoal.spec.job import Job
 def layers_of(job: Job, world: World) -> Layers:
     """The layers of this rank of `world` under the job's layout."""
     layout = job.layout
+    if layout.tp_grid:
+        return Tensor2DLayers(job.model, world.group("row"), world.group("column"), world.group("tp"))
     return TensorLayers(job.model, world.group("tp"), layout.sp, layout.regather)
