@@ -1,0 +1,243 @@
+"""The experts' matrix products: rows sorted by expert, each run of them with its own expert's weights.
+
+On CUDA in 16 bit all runs are one call of torch's grouped product. Elsewhere a loop over the experts that have rows
+calls shoal's linear kernels: torch's grouped product knows no float64, and on CPUs it is itself a loop over slower ones.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
+
+
+class Picks(NamedTuple):
+    """n picks among the rows of a tensor; a row may be picked several times, or never.
+
+    rows (n,): the row of each pick. places (n,): the picks by row; bounds (R + 1,): those of row r are
+    places[bounds[r]:bounds[r + 1]]. All int64.
+    """
+
+    rows: Tensor
+    places: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, total: int) -> "Picks":
+        """The picks `rows` (n,) among `total` rows."""
+        bounds = F.pad(torch.bincount(rows, minlength=total).cumsum(0), (1, 0))
+        return cls(rows, torch.argsort(rows, stable=True), bounds)
+
+    def take(self, x: Tensor) -> Tensor:
+        """x (R, ...) -> the picked rows (n, ...)."""
+        return x.index_select(0, self.rows)
+
+    def add_up(self, picked: Tensor, weights: Tensor | None = None) -> Tensor:
+        """picked (n, h), weights (n,) -> for each row the (weighted) sum of its picks (R, h), in the order of picks."""
+        each = None if weights is None else weights.to(picked.dtype).index_select(0, self.places)
+        return F.embedding_bag(
+            self.places, picked, self.bounds, mode="sum", per_sample_weights=each, include_last_offset=True
+        )
+
+
+class Entries(NamedTuple):
+    """What goes through which expert: n entries, each a row for one expert, sorted by expert.
+
+    order (n,): where each entry stood before sorting. counts (E,): entries of each expert. int64.
+    """
+
+    picks: Picks
+    order: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, experts: Tensor, total: int, number: int) -> "Entries":
+        """Entries of rows (n,) among `total` for experts (n,) among `number`; within an expert they keep their order."""
+        order = torch.argsort(experts, stable=True)
+        picks = Picks.of(rows.index_select(0, order), total)
+        return cls(picks, order, torch.bincount(experts, minlength=number))
+
+
+def gather(x: Tensor, picks: Picks) -> Tensor:
+    """The picked rows of x (R, h), inside autograd: (n, h)."""
+    return _Gather.apply(x, picks)
+
+
+def combine(picked: Tensor, picks: Picks, weights: Tensor | None = None) -> Tensor:
+    """For each of R rows the sum, weighted by weights (n,), of its picks in picked (n, h), inside autograd: (R, h)."""
+    return _Combine.apply(picked, weights, picks)
+
+
+def grouped_mlp(
+    x: Tensor,
+    entries: Entries | None,
+    weights: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    put_off: PutOff | None = None,
+) -> Tensor:
+    """For each row of x (R, h) the sum over its entries of weight * down(silu(gate(x)) * up(x)): (R, h).
+
+    entries: None sends every row through the only expert. weights (n,), in the order of the entries, or None.
+    gate_up (E, 2f, h), down (E, h, f). Kept for backward are x and gate | up of the entries; what an expert returns is
+    not: the gradient of a weight is that of the hidden activations it scales, times them.
+    """
+    return _GroupedMLP.apply(x, weights, gate_up, down, entries, put_off)
+
+
+def forward_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x (n, in), weight (E, out, in) -> (n, out)."""
+    if _one_call(x, weight):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
+    y = x.new_empty(len(x), weight.shape[1])
+    for expert, rows in runs(counts):
+        y[rows] = linear(x[rows], weight[expert])
+    return y
+
+
+def input_product(gradient: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """gradient (n, out), weight (E, out, in) -> (n, in)."""
+    if _one_call(gradient, weight):
+        return torch._grouped_mm(gradient, weight, offs=_ends(counts))
+    y = gradient.new_empty(len(gradient), weight.shape[2])
+    for expert, rows in runs(counts):
+        y[rows] = input_gradient(gradient[rows], weight[expert])
+    return y
+
+
+def weight_product(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """gradient (n, out), x (n, in) -> each expert's sum of gradient^T x: (E, out, in), zero for one without rows."""
+    if _one_call(gradient, x):
+        return torch._grouped_mm(gradient.t(), x, offs=_ends(counts))
+    y = x.new_empty(len(counts), gradient.shape[1], x.shape[1])
+    y[counts == 0] = 0
+    for expert, rows in runs(counts):
+        y[expert] = weight_gradient(gradient[rows], x[rows])
+    return y
+
+
+def runs(counts: Tensor) -> list[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has any."""
+    found, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            found.append((expert, slice(start, start + count)))
+        start += count
+    return found
+
+
+def _one_call(*operands: Tensor) -> bool:
+    """Whether torch's grouped product serves these: it wants 16 bit on CUDA and rows of whole 16-byte words."""
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in operands) and (
+        operands[0].shape[0] > 0 and operands[-1].shape[-2] > 0
+    )
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, picks: Picks) -> Tensor:
+        ctx.picks = picks
+        return picks.take(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.picks.add_up(gradient.contiguous()), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, picked: Tensor, weights: Tensor | None, picks: Picks) -> Tensor:
+        ctx.picks = picks
+        if weights is not None:
+            ctx.save_for_backward(picked, weights)
+        return picks.add_up(picked, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gradient = ctx.picks.take(gradient)
+        if not ctx.saved_tensors:
+            return gradient, None, None
+        picked, weights = ctx.saved_tensors
+        d_weights = _row_products(gradient, picked, weights.dtype)
+        return gradient.mul_(weights[:, None]), d_weights, None
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        entries: Entries | None,
+        put_off: PutOff | None,
+    ) -> Tensor:
+        counts = torch.tensor([len(x)], device=x.device) if entries is None else entries.counts
+        both = forward_product(x if entries is None else entries.picks.take(x), gate_up, counts)
+        ctx.save_for_backward(x, weights, gate_up, down, both, counts)
+        ctx.entries, ctx.put_off = entries, put_off
+        y = forward_product(_scaled(swiglu(both), weights), down, counts)
+        return y if entries is None else entries.picks.add_up(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, gate_up, down, both, counts = ctx.saved_tensors
+        picks = None if ctx.entries is None else ctx.entries.picks
+        gradient = gradient.contiguous() if picks is None else picks.take(gradient)
+        hidden, d_hidden = swiglu(both), input_product(gradient, down, counts)
+        d_weights = None if weights is None else _row_products(d_hidden, hidden, weights.dtype)
+        hidden, d_hidden = _scaled(hidden, weights), _scaled(d_hidden, weights)
+        d_both = swiglu_gradient(d_hidden, both)
+        d_x = input_product(d_both, gate_up, counts)
+
+        def d_gate_up() -> Tensor:
+            return weight_product(d_both, x if picks is None else picks.take(x), counts)
+
+        def d_down() -> Tensor:
+            return weight_product(gradient, hidden, counts)
+
+        d_parameters: list[Tensor | None] = []
+        for needed, parameter, compute in zip(
+            ctx.needs_input_grad[2:4], (gate_up, down), (d_gate_up, d_down), strict=True
+        ):
+            if needed and ctx.put_off is not None:
+                ctx.put_off.add(parameter, compute)
+            d_parameters.append(compute() if needed and ctx.put_off is None else None)
+        return d_x if picks is None else picks.add_up(d_x), d_weights, *d_parameters, None, None
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up of both (n, gate | up)."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_gradient(gradient: Tensor, both: Tensor) -> Tensor:
+    """The gradient of gate | up (n, 2f) from that of silu(gate) * up (n, f)."""
+    gate, up = both.chunk(2, dim=-1)
+    d_both = torch.empty_like(both)
+    d_gate, d_up = d_both.chunk(2, dim=-1)
+    torch.ops.aten.silu_backward.grad_input(torch.mul(gradient, up, out=d_gate), gate, grad_input=d_gate)
+    torch.ops.aten.silu.out(gate, out=d_up).mul_(gradient)
+    return d_both
+
+
+def _scaled(x: Tensor, weights: Tensor | None) -> Tensor:
+    """x (n, f), which nobody else needs as it is, with each row times its weight."""
+    return x if weights is None else x.mul_(weights[:, None])
+
+
+def _row_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inner product of each row of a with that of b (n, f) -> (n,)."""
+    return (a * b).sum(dim=-1, dtype=dtype)
