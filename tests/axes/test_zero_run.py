@@ -15,7 +15,6 @@ from shoal.axes.zero.shard import shard
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
-from shoal.plan.pieces import pieces_of
 from shoal.plan.traffic import parts_of, sharding, step_transfers, times
 from shoal.spec.inventory import Parameter, inventory
 from shoal.spec.layout import Layout
@@ -145,7 +144,7 @@ def test_memory_is_what_the_formulas_say(pool, layout, model):
     """Resting and peak, per category and rank, exactly."""
     asked = fitting(layout, MODELS[model])
     cut, mesh = sharding(asked), Mesh.of(asked.layout)
-    parts = parts_of(asked, pieces_of(asked, 0))
+    parts = parts_of(asked, 0)
     for rank, (now, peak, optimizer) in enumerate(pool.run(memory_after_steps, asked.layout.world, asked)):
         resting = cost.resting_bytes(parts, cut, mesh.coordinate("shard", rank))
         on_top = cost.peak_bytes(parts, cut)
@@ -287,7 +286,7 @@ def test_bfloat16_keeps_its_masters_in_the_shards(pool, layout, reduce_dtype):
         [times(step_transfers(asked, r), 3) for r in range(asked.layout.world)], [r.transfers for r in records]
     )
     assert [row.difference() for row in rows if not row.ok] == []
-    cut, parts = sharding(asked), parts_of(asked, pieces_of(asked, 0))
+    cut, parts = sharding(asked), parts_of(asked, 0)
     for rank, (now, _, optimizer) in enumerate(pool.run(memory_after_steps, asked.layout.world, asked)):
         resting = cost.resting_bytes(parts, cut, rank)
         assert (now["weights"], now["gradients"], optimizer) == tuple(resting.values())

@@ -125,7 +125,7 @@ def test_blocks_compile_once_and_without_a_break(kind):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    for block in compiled.blocks:
+    for block in compiled.blocks.values():
         block.compile(fullgraph=True, backend=counting)
     for step in range(2):
         for m in (model, compiled):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.spec.errors import RequestError
-from shoal.spec.layout import Layout
+from shoal.spec.layout import SCHEDULES, Layout
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,10 @@ layouts = st.builds(
     tp=st.integers(1, 8) | st.sampled_from(["1x1", "2x2", "4x4"]),
     sp=st.booleans(),
     pp=st.integers(1, 8),
-    v=st.integers(1, 4),
+    v=st.none() | st.integers(0, 4),
     micro_batches=st.none() | st.integers(0, 64),
-    schedule=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"]),
+    schedule=st.sampled_from([*SCHEDULES, "mine.csv"]),
+    stages=st.sampled_from(["", "9-8-8-7"]),
     cp_kind=st.sampled_from(["ring", "zigzag", "striped", "ulysses", "allgather", "hybrid"]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     order=st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),

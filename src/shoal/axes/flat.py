@@ -70,11 +70,12 @@ class Flat:
                 slot.view(weights).copy_(slot.parameter)
                 slot.parameter.data = slot.view(weights)
 
-    def zero_missing(self, buffer: Tensor, arrived: set[int]) -> None:
-        """Puts zeros into the parts of `buffer` whose slots are not among `arrived`."""
+    def zero_missing(self, buffer: Tensor, written: set[int]) -> None:
+        """Puts zeros into the parts of `buffer` whose slots are not among `written`, which then names all."""
         for place, slot in enumerate(self.slots):
-            if place not in arrived:
+            if place not in written:
                 slot.view(buffer).zero_()
+        written.update(range(len(self.slots)))
 
     def spans(self, start: int, stop: int) -> list[Span]:
         """What lies in [start, stop) of the buffer, relative to start."""
@@ -104,7 +105,7 @@ class Bucket:
     """One run of parameters in flat buffers.
 
     weights, gradients: 1-D, equal length, in the parameters' dtype and device. arrived: places of the slots whose
-    gradient came in this micro-batch.
+    gradient came in this micro-batch; written: of those that hold something of this step.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], decays: set[str]):
@@ -115,16 +116,18 @@ class Bucket:
         self.gradients = torch.zeros_like(self.weights)
         self.flat.move_into(self.weights)
         self.arrived: set[int] = set()
+        self.written: set[int] = set()
 
-    def absorb(self, place: int, fresh: bool) -> bool:
+    def absorb(self, place: int) -> bool:
         """Takes up the gradient of the slot at `place`; whether all of the bucket's have now arrived."""
-        self.slots[place].take_gradient(self.gradients, fresh)
+        self.slots[place].take_gradient(self.gradients, fresh=place not in self.written)
+        self.written.add(place)
         self.arrived.add(place)
         return len(self.arrived) == len(self.slots)
 
     def fill(self) -> None:
-        """Puts zeros where no gradient arrived."""
-        self.flat.zero_missing(self.gradients, self.arrived)
+        """Puts zeros where no gradient came in this step."""
+        self.flat.zero_missing(self.gradients, self.written)
 
     def runs(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """(weights, gradients, decays) of each contiguous run that the optimizer treats alike."""

@@ -110,13 +110,12 @@ def counted_runs(spans: Sequence[Span], pieces: Mapping[str, Piece], elsewhere: 
         skipped = sorted(
             run for share in piece.shares if share.axis in elsewhere for run in _overlap(span, piece, share)
         )
-        edges = [span.start, *(edge for run in skipped for edge in run), span.stop]
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            if start == stop:
-                continue
-            if counted and counted[-1][1] == start:
-                start = counted.pop()[0]
-            counted.append((start, stop))
+        place = span.start
+        for start, stop in [*skipped, (span.stop, span.stop)]:
+            if start > place:
+                begin = counted.pop()[0] if counted and counted[-1][1] == place else place
+                counted.append((begin, start))
+            place = max(place, stop)
     return counted
 
 

@@ -17,31 +17,42 @@ _WORTH_IT = 2**23  # multiplications; below, handing tensors over takes longer t
 class PutOff:
     """Weight gradients that backward left for later, in the order in which it met them (spec BG-4, PP-10).
 
-    What a put-off gradient needs stays alive until `run`.
+    What a put-off gradient needs stays alive until `run`. torch calls hooks on the parameters in backward too, while there
+    is no gradient; they should let that pass.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._waiting: dict[Tensor, list[Callable[[], Tensor]]] = {}
 
     def __len__(self) -> int:
+        """How many parameters wait."""
         return len(self._waiting)
 
     def add(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
         """Leaves `parameter`'s gradient, which `compute` returns, for later."""
-        self._waiting.append((parameter, compute))
+        # Hooks on saved tensors give a function another tensor in place of its parameter: gradients put there are lost.
+        own = isinstance(parameter, nn.Parameter) or parameter.grad_fn is not None
+        assert own, "put off the parameter itself or a view of it, not what ctx.saved_tensors has for it"
+        self._waiting.setdefault(parameter, []).append(compute)
 
     def take(self) -> "PutOff":
         """Everything left so far, as a queue of its own; this one is empty then."""
         taken = PutOff()
-        taken._waiting, self._waiting = self._waiting, []
+        taken._waiting, self._waiting = self._waiting, {}
         return taken
 
     def run(self) -> None:
-        """Computes everything left and adds it to the parameters' gradients as backward would, hooks included."""
+        """Computes everything left and adds it to the parameters' gradients as backward would, hooks included.
+
+        A parameter used several times gets one sum, so that its hooks run once.
+        """
         while self._waiting:
-            parameter, compute = self._waiting.pop(0)
+            parameter = next(iter(self._waiting))
+            computes = self._waiting.pop(parameter)
             with torch.no_grad():
-                gradient = compute()
+                gradient = computes.pop(0)()
+                while computes:
+                    gradient = gradient + computes.pop(0)()
             torch.autograd.backward([parameter], [gradient])
 
 
@@ -88,7 +99,8 @@ class _PuttingOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        put_off_weight(ctx.queue, *ctx.parameters, gradient, x)
+        parameter, bias = ctx.parameters
+        put_off_weight(ctx.queue, parameter, bias, gradient, x)
         return input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 

@@ -8,6 +8,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts OpenMP; a rank may raise it with torch.set_num_threads
 
 import torch
+import torch._dynamo  # what a function kept out of compilation asks for
 import torch.autograd
 import torch.distributed
 import torch.distributed.distributed_c10d

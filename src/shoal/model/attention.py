@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.axes.context.run import ContextAttention, View
 from shoal.kernels.norm import RMSNorm
 from shoal.model.layers import Layers
 from shoal.model.rope import Rotation, rotated
@@ -59,10 +60,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | N
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped KV heads (Ainslie et al. 2023), each rank over its own heads; x (b, s, h) -> (b, s, h)."""
+    """Self-attention with grouped KV heads (Ainslie et al. 2023), each rank over its own heads; x (b, s, h) -> (b, s, h).
 
-    def __init__(self, spec: ModelSpec, layers: Layers):
+    crossing: attends across context ranks, of which each has a part of the sequence; None: the sequence is whole here.
+    """
+
+    def __init__(self, spec: ModelSpec, layers: Layers, crossing: ContextAttention | None = None):
         super().__init__()
+        self.crossing = crossing
         self.heads, self.kv_heads, self.head_size = layers.heads, layers.kv_heads, spec.head_size
         self.window = spec.window
         self.qkv = layers.column((self.heads + 2 * self.kv_heads) * self.head_size, bias=spec.qkv_bias)
@@ -72,7 +77,7 @@ class Attention(nn.Module):
         self.qk_norm = spec.qk_norm
         self.out = layers.row(self.heads * self.head_size, bias=spec.output_bias)
 
-    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, seen: Tensor | View | None) -> Tensor:
         q, k, v = (
             self.qkv(x)
             .unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
@@ -82,4 +87,10 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
             q, k = rotated(q, turn), rotated(k, turn)
-        return self.out(attend(q, k, v, mask, self.window).flatten(2))
+        if self.crossing is None:
+            assert not isinstance(seen, View)
+            y = attend(q, k, v, seen, self.window)
+        else:
+            assert isinstance(seen, View)
+            y = self.crossing(q, k, v, seen)
+        return self.out(y.flatten(2))

@@ -46,6 +46,10 @@ class Layers(Protocol):
         """The rank's part of x (b, s) along the batch."""
         ...
 
+    def residual(self, b: int, s: int) -> tuple[int, int, int]:
+        """The shape of the rank's part of (b, s, h) between layer pairs."""
+        ...
+
     def noise_key(self, key: DropoutKey) -> DropoutKey:
         """The dropout key of the rank's part of (b, s, h)."""
         ...

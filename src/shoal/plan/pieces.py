@@ -1,11 +1,16 @@
 """Which piece of every parameter a rank keeps, composed from the axes that cut parameters. No torch."""
 
-from shoal.axes.piece import Piece
+from dataclasses import replace
+
+from shoal.axes.piece import Piece, Share
 from shoal.axes.tensor import cut as tensor
 from shoal.axes.tensor2d import cut as tensor2d
 from shoal.mesh import Mesh
-from shoal.spec.inventory import inventory
+from shoal.plan.stages import chunks_of, schedule_of
+from shoal.spec.inventory import Parameter, inventory
 from shoal.spec.job import Job
+
+TIED = "embedding.weight"  # the matrix that a tied model uses at both ends
 
 
 def mesh_of(job: Job) -> Mesh:
@@ -14,11 +19,49 @@ def mesh_of(job: Job) -> Mesh:
 
 
 def pieces_of(job: Job, rank: int) -> list[Piece]:
-    """What `rank` keeps of each parameter, in the inventory's order."""
-    layout, mesh, parameters = job.layout, mesh_of(job), inventory(job.model)
+    """What `rank` keeps of each parameter that it keeps anything of, in the inventory's order."""
+    mesh = mesh_of(job)
+    if job.layout.pp == 1:
+        return [_cut(job, mesh, rank, parameter) for parameter in inventory(job.model)]
+    held = {name for names in names_by_chunk(job, rank) for name in names}
+    if job.model.tied and any(stage.last for stage in chunks_of(job, mesh, rank)):
+        held.add(TIED)
+    pieces = [_cut(job, mesh, rank, parameter) for parameter in inventory(job.model) if parameter.name in held]
+    return [_shared_along_pipeline(job, piece) for piece in pieces]
+
+
+def names_by_chunk(job: Job, rank: int) -> list[set[str]]:
+    """The parameters of each chunk of a pipeline rank. A tied matrix belongs to the first chunk that uses it."""
+    taken: set[str] = set()
+    named = []
+    for stage in chunks_of(job, mesh_of(job), rank):
+        units = set(stage.units())
+        names = {parameter.name for parameter in inventory(job.model) if parameter.unit in units}
+        if job.model.tied and stage.last:
+            names.add(TIED)
+        named.append(names - taken)
+        taken |= names
+    return named
+
+
+def _cut(job: Job, mesh: Mesh, rank: int, parameter: Parameter) -> Piece:
+    """What the tensor axis leaves `rank` of a parameter."""
+    layout = job.layout
     if layout.tp_grid:
         # rank (i, j) is number i of its column and number j of its row
         row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
-        return [tensor2d.piece(parameter, layout.tp_grid[0], row, column) for parameter in parameters]
-    index = mesh.coordinate("tp", rank)
-    return [tensor.piece(parameter, layout.tp_size, index, layout.sp) for parameter in parameters]
+        return tensor2d.piece(parameter, layout.tp_grid[0], row, column)
+    return tensor.piece(parameter, layout.tp_size, mesh.coordinate("tp", rank), layout.sp)
+
+
+def _shared_along_pipeline(job: Job, piece: Piece) -> Piece:
+    """The piece, with the pipeline ranks that keep it too: stages that exist twice, and a matrix that both ends use."""
+    routes = schedule_of(job).routes
+    axis = None
+    if len(routes) > 1:
+        axis = "twin"
+    elif job.model.tied and piece.parameter.name == TIED and routes[0][0].rank != routes[0][-1].rank:
+        axis = "ends"
+    if axis is None:
+        return piece
+    return replace(piece, shares=(*piece.shares, Share(axis, 0, piece.shape[0], partial=True)))

@@ -1,15 +1,20 @@
 """Composes the axes' transfers into what one rank sends and receives in a step, an evaluation and a run. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shoal.axes.data import cost as data
-from shoal.axes.piece import Piece, shared_runs
+from shoal.axes.piece import shared_runs
+from shoal.axes.pipeline import cost as pipeline
+from shoal.axes.pipeline.evaluation import forward_only
+from shoal.axes.pipeline.stage import Stage
 from shoal.axes.tensor import cost as tensor
 from shoal.axes.tensor2d import cost as tensor2d
 from shoal.axes.zero import cost as zero
 from shoal.mesh import Mesh
-from shoal.plan.pieces import mesh_of, pieces_of
+from shoal.plan.pieces import TIED, mesh_of, names_by_chunk, pieces_of
+from shoal.plan.stages import chunks_of, schedule_of, stages_of
+from shoal.spec.inventory import Parameter
 from shoal.spec.job import WIDTH, Job
 from shoal.transfer import Transfer, traffic
 
@@ -30,28 +35,52 @@ def sharding(job: Job) -> zero.Sharding:
     )
 
 
-def parts_of(job: Job, pieces: Sequence[Piece]) -> zero.Parts:
-    """What one collective of the data axis moves at once, by name, on the rank that keeps these pieces."""
-    kept = [piece.local for piece in pieces]
-    return zero.partition(kept, job.layout.zero, job.train.bucket_mb * 1e6, WIDTH[job.train.dtype])
+def parts_of(job: Job, rank: int) -> zero.Parts:
+    """What one collective of the data axis moves at once, by name, on `rank`.
+
+    In a pipeline no part reaches from one chunk into another, and a matrix that both ends share is a part of its own,
+    so that both cut it alike.
+    """
+    kept = [piece.local for piece in pieces_of(job, rank)]
+    bucket, width = job.train.bucket_mb * 1e6, WIDTH[job.train.dtype]
+    if job.layout.pp == 1:
+        return zero.partition(kept, job.layout.zero, bucket, width)
+    parts: dict[str, Sequence[Parameter]] = {}
+    chunks = chunks_of(job, mesh_of(job), rank)
+    by_chunk = names_by_chunk(job, rank)
+    # In the order of the model, which ranks that hold the same stages number differently, agree on.
+    for chunk in sorted(range(len(chunks)), key=lambda chunk: chunks[chunk].layers.start):
+        names = by_chunk[chunk]
+        of_chunk = [parameter for parameter in kept if parameter.name in names]
+        shared = [parameter for parameter in of_chunk if parameter.name == TIED and job.model.tied]
+        rest = [parameter for parameter in of_chunk if parameter not in shared]
+        for name, part in zero.partition(rest, job.layout.zero, bucket, width, ends_apart=True).items():
+            if part:
+                parts[f"chunk {chunk} {name}"] = part
+        if shared:
+            parts[f"chunk {chunk} tied"] = shared
+    return parts
 
 
 def step_transfers(job: Job, rank: int) -> list[Transfer]:
     """Every transfer of one training step on `rank`, in closed form."""
-    mesh, layout, cut, pieces = mesh_of(job), job.layout, sharding(job), pieces_of(job, rank)
-    parts = parts_of(job, pieces)
-    place = mesh.coordinate("dp", rank)
+    mesh, layout, cut, parts = mesh_of(job), job.layout, sharding(job), parts_of(job, rank)
+    place, stage = mesh.coordinate("dp", rank), mesh.coordinate("pp", rank)
     shard = mesh.coordinate("shard", rank) if cut.stage else 0
     transfers: list[Transfer] = [*data.loss_transfers(layout.dp, place)]
     for micro_batch in range(layout.micro_batches):
         transfers += _micro_batch(job, mesh, rank, micro_batch)
+    if layout.pp > 1:
+        transfers += pipeline.step_transfers(schedule_of(job), stage, _message(job))
+        transfers += pipeline.scalar_transfers(layout.pp, stage)
+    seen = layout.micro_batches  # by each stage; a stage that exists twice sees half
+    if layout.pp > 1:
+        seen //= len(schedule_of(job).routes)
     if cut.stage:
-        replica = mesh.coordinate("replicate", rank)
-        transfers += zero.step_transfers(parts, cut, shard, replica, layout.micro_batches)
+        transfers += zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen)
     else:
-        last = layout.micro_batches - 1
-        transfers += data.gradient_transfers(zero.sizes(parts), layout.dp, place, cut.width, last)
-    transfers += _shared(pieces, parts, cut, shard, mesh, rank)
+        transfers += data.gradient_transfers(zero.sizes(parts), layout.dp, place, cut.width, seen - 1)
+    transfers += _shared(job, parts, cut, mesh, rank)
     transfers += tensor.norm_transfers(layout.tp_size, mesh.coordinate("tp", rank))
     if job.train.offload != "none":
         transfers += zero.offload_transfers(parts, cut, shard, job.train.offload)
@@ -60,37 +89,74 @@ def step_transfers(job: Job, rank: int) -> list[Transfer]:
 
 def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
     """Every transfer of one evaluation of `forwards` micro-batches on `rank`: weights, activations, loss, valid tokens."""
-    mesh = mesh_of(job)
-    forward = [
-        replace(transfer, phase="evaluate", micro_batch=None)
-        for transfer in _micro_batch(job, mesh, rank, 0)
-        if transfer.phase == "forward"
-    ]
-    parts = parts_of(job, pieces_of(job, rank))
+    mesh, parts, layout = mesh_of(job), parts_of(job, rank), job.layout
+    place = mesh.coordinate("pp", rank)
+    forward: list[Transfer] = []
+    if layout.pp > 1:
+        schedule = forward_only(schedule_of(job), forwards)
+        forward += pipeline.evaluation_transfers(schedule, place, _message(job))
+        forward += pipeline.evaluation_scalar_transfers(layout.pp, place)
+    for micro_batch in range(forwards):
+        forward += [
+            replace(transfer, phase="evaluate", micro_batch=None)
+            for transfer in _micro_batch(job, mesh, rank, micro_batch)
+            if transfer.phase == "forward"
+        ]
     return [
         *data.evaluation_transfers(job.layout.dp, mesh.coordinate("dp", rank)),
         *zero.evaluation_transfers(parts, sharding(job), mesh.coordinate("shard", rank), forwards),
-        *times(forward, forwards),
+        *forward,
     ]
 
 
-def _micro_batch(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> Iterable[Transfer]:
-    """What the tensor axis moves for one micro-batch."""
-    layout, width, b, s = job.layout, WIDTH[job.train.dtype], job.micro_batch, job.data.sequence
-    if layout.tp_grid:
-        row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
-        grid = tensor2d.Grid(layout.tp_grid[0], row, column, b, s, width)
-        return tensor2d.micro_batch_transfers(grid, job.model, micro_batch)
-    axis = tensor.Axis(layout.tp_size, mesh.coordinate("tp", rank), layout.sp, layout.regather)
-    return tensor.micro_batch_transfers(tensor.Shape(b, s, job.model.hidden, width), axis, job.model, micro_batch)
+def _message(job: Job) -> int:
+    """Bytes of what goes from stage to stage for one micro-batch, on each rank."""
+    layout, model = job.layout, job.model
+    parts = layout.tp_size if layout.sp or layout.tp_grid else 1
+    return pipeline.message_bytes(job.micro_batch, job.data.sequence, model.hidden, WIDTH[job.train.dtype], parts)
 
 
-def _shared(
-    pieces: Sequence[Piece], parts: zero.Parts, cut: zero.Sharding, shard: int, mesh: Mesh, rank: int
-) -> Iterable[Transfer]:
+def _micro_batch(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> Iterator[Transfer]:
+    """What the tensor axis moves for one micro-batch, in the stages that `rank` has of it."""
+    layout, model, width = job.layout, job.model, WIDTH[job.train.dtype]
+    b, s = job.micro_batch, job.data.sequence
+    if layout.tp_size == 1:
+        return
+    for stage in _stages_for(job, mesh, rank, micro_batch):
+        if layout.tp_grid:
+            row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
+            grid = tensor2d.Grid(layout.tp_grid[0], row, column, b, s, width)
+            if stage.first:
+                yield from tensor2d.embedding_transfers(grid, model, micro_batch)
+            for layer in stage.layers:
+                yield from tensor2d.block_transfers(grid, model, layer, micro_batch)
+            if stage.last:
+                yield from tensor2d.head_transfers(grid, model, micro_batch)
+            continue
+        axis = tensor.Axis(layout.tp_size, mesh.coordinate("tp", rank), layout.sp, layout.regather)
+        shape = tensor.Shape(b, s, model.hidden, width)
+        if stage.first:
+            yield from tensor.embedding_transfers(shape, axis, micro_batch)
+        for layer in stage.layers:
+            yield from tensor.block_transfers(shape, axis, layer, micro_batch)
+        if stage.last:
+            yield from tensor.head_transfers(shape, axis, model.vocab, micro_batch)
+
+
+def _stages_for(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> list[Stage]:
+    """The stages that a micro-batch goes through on `rank`."""
+    if job.layout.pp == 1:
+        return stages_of(job)
+    schedule, stages, place = schedule_of(job), stages_of(job), mesh.coordinate("pp", rank)
+    route = schedule.routes[schedule.route_of[micro_batch % schedule.micro_batches]]
+    return [stage for stage, at in zip(stages, route, strict=True) if at.rank == place]
+
+
+def _shared(job: Job, parts: zero.Parts, cut: zero.Sharding, mesh: Mesh, rank: int) -> Iterator[Transfer]:
     """Partial gradients of what several ranks keep, summed once a step in the buffers of the data axis."""
+    pieces = pieces_of(job, rank)
     named = {piece.parameter.name: piece for piece in pieces}
-    held = zero.held_spans(parts, cut, shard)
+    held = zero.held_spans(parts, cut, mesh.coordinate("shard", rank) if cut.stage else 0)
     for axis in dict.fromkeys(share.axis for piece in pieces for share in piece.shares):
         size = mesh.size(axis)
         runs = [run for spans in held for run in shared_runs(spans, named, axis)]

@@ -9,13 +9,28 @@ from shoal.spec.errors import RequestError, alternatives, divisors, refuse_choic
 from shoal.spec.fields import check_fields, derived, described, hints, resolve
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+SCHEDULES = {  # by name: chunks per rank where none are asked for; 0 where a file decides
+    "naive": 1,
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "breadth-first": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-v": 2,
+    "dualpipe": 1,
+    "dualpipe-v": 2,
+    "pipedream": 1,
+    "pipedream-vertical": 1,
+    "pipedream-2bw": 1,
+}
 SPELLED_FIRST = ("dp", "tp", "cp", "pp", "ep", "sp", "zero")  # how people write a layout; the other keys follow
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the work is split. micro_batches is resolved: None or 0 becomes 1, or 2 pp with a pipeline, which every
-    schedule can use (interleaved wants multiples of pp, DualPipe at least 2 pp). Raises RequestError.
+    schedule can use; v: None or 0 becomes what the schedule has. Raises RequestError.
     """
 
     dp: int = described(1, "ranks of data parallelism", low=1)
@@ -33,10 +48,13 @@ class Layout:
         False, "sp: keep only a part of each layer pair's input and gather it a second time in backward"
     )
     pp: int = described(1, "stages of the pipeline", low=1)
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"] = described(
-        "1f1b", "order of the pipeline's forwards and backwards"
+    schedule: str = described(
+        "1f1b", f"order of the pipeline's forwards and backwards: {', '.join(SCHEDULES)}, or a .csv file of instructions"
     )
-    v: int = described(1, "runs of layers (chunks) per stage", low=1)
+    v: int = derived("runs of layers (chunks) per stage; none or 0 = what the schedule has", low=0)
+    stages: str = described(
+        "", "layers of each stage in the order of the model, such as 9-8-8-7; nothing = balanced by the work in them"
+    )
     micro_batches: int = derived("parts of a rank's batch, one after the other; none or 0 = as many as fit", low=0)
     cp: int = described(1, "ranks of context parallelism", low=1)
     cp_kind: Literal["ring", "zigzag", "striped", "ulysses", "allgather", "hybrid"] = described(
@@ -51,10 +69,14 @@ class Layout:
     )
 
     def __post_init__(self) -> None:
-        if not self.micro_batches:
-            object.__setattr__(self, "micro_batches", None)
+        for derived_from_others in ("micro_batches", "v"):
+            if not getattr(self, derived_from_others):
+                object.__setattr__(self, derived_from_others, None)
         check_fields(self, "layout")
-        resolve(self, micro_batches=2 * self.pp if self.pp > 1 else 1)
+        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
+            raise refuse_choice("layout.schedule", self.schedule, tuple(SCHEDULES), "1f1b")
+        chunks = SCHEDULES.get(self.schedule, 1) if self.pp > 1 else 1
+        resolve(self, micro_batches=2 * self.pp if self.pp > 1 else 1, v=chunks)
         object.__setattr__(self, "tp", _tensor(self.tp))
         self._check_divides("hsdp", self.dp, "dp")
         self._check_divides("ulysses", self.cp, "cp")
@@ -126,7 +148,7 @@ class Layout:
 
     def __str__(self) -> str:
         """The shorthand of what is not default; "dp=1" for one process."""
-        plain = Layout(pp=self.pp)
+        plain = Layout(pp=self.pp, schedule=self.schedule)
         keys = sorted(
             (field.name for field in fields(self)),
             key=lambda key: SPELLED_FIRST.index(key) if key in SPELLED_FIRST else len(SPELLED_FIRST),
@@ -134,7 +156,7 @@ class Layout:
         words = []
         for key in keys:
             value = getattr(self, key)
-            if value != getattr(plain, key) or (key == "pp" and value > 1):
+            if value != getattr(plain, key) or (key == "pp" and value > 1) or (key == "schedule" and value != "1f1b"):
                 words.append(key if value is True else f"{key}={value}")
         return ",".join(words) or "dp=1"
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,16 +12,20 @@ from torch import Tensor
 
 from shoal.axes.shares import Shares
 from shoal.comm.collectives import all_reduce
-from shoal.comm.world import World
+from shoal.comm.world import Group, World
 from shoal.kernels.dropout import DropoutKey
+from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.plan.pieces import pieces_of
+from shoal.plan.stages import chunks_of
+from shoal.plan.traffic import parts_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
 from shoal.train.host import keep_freed_memory
 from shoal.train.layers import layers_of
 from shoal.train.optimizer import AdamW
+from shoal.train.pipeline import Pipeline
 from shoal.train.schedule import learning_rate
 from shoal.train.states import States, data_states
 
@@ -59,10 +63,13 @@ class Trainer:
         keep_freed_memory(world.device)
         self.model_group = world.group(("tp", "pp"))  # the ranks that together hold the model once
         self.dtype = DTYPES[job.train.dtype]
-        self.pieces = pieces_of(job, world.rank)
-        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world))
+        self.pieces, parts = pieces_of(job, world.rank), parts_of(job, world.rank)
+        stages = chunks_of(job, world.mesh, world.rank)
+        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world), stages=stages)
         initialise(self.model, job.model, job.train.seed, self.pieces)
-        self.states = data_states(self.model, job, world, self.pieces)
+        self.states = data_states(self.model, job, world, self.pieces, parts)
+        pipelined = job.layout.pp > 1
+        self.pipeline = Pipeline(job, world, self.model, self.states, parts) if pipelined else None
         self.shares = Shares(self.states.held(), self.pieces, world.group)
         folder = Path(job.train.out) / "optimizer" / f"rank{world.rank}"
         self.optimizer = AdamW(self.states.runs(), job.train, world.ledger, folder)
@@ -75,24 +82,17 @@ class Trainer:
         inspect: is shown the states when the gradients are complete and not yet clipped.
         """
         ledger, train = self.world.ledger, self.job.train
-        micro_batches = [self._tensors(micro_batch, step) for micro_batch in self.batches.batch(step)]
+        batches = [self._batch(micro_batch, step) for micro_batch in self.batches.batch(step)]
         with ledger.at(phase="forward"):
-            counted = self._sum_over_ranks(sum(int((targets >= 0).sum()) for _, targets, _ in micro_batches))
-        valid = int(counted)
-        loss_sum = 0.0
-        last = len(micro_batches) - 1
-        for place, (tokens, targets, dropout) in enumerate(micro_batches):
-            with ledger.at(phase="backward", micro_batch=place), self.states.micro_batch(place == 0, place == last):
-                with ledger.at(phase="forward"):
-                    loss = self.model.loss(tokens, targets, dropout=dropout)
-                (loss / max(1, valid)).backward()
-            loss_sum += float(loss.detach())
+            valid = int(self._sum_over_samples(sum(map(_counted, batches))))
+        seed = 1 / max(1, valid)
+        loss_sum = self.pipeline.step(batches, seed) if self.pipeline else self._one_by_one(batches, seed)
         with ledger.at(phase="backward"):
             self.shares.sum()
         if inspect:
             inspect(self.states)
         with ledger.at(phase="optimizer"):
-            mean_loss = self._sum_over_ranks(loss_sum) / max(1, valid)
+            mean_loss = self._sum_over_stages(self._sum_over_samples(loss_sum)) * seed
             rate = learning_rate(step, train)
             norm = self._norm()
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
@@ -103,36 +103,63 @@ class Trainer:
                 self.states.spread()
         return StepResult(step, mean_loss, norm, rate, valid, skipped=not finite)
 
+    def _one_by_one(self, batches: Sequence[Batch], seed: float) -> float:
+        """Forward and backward of one micro-batch after the other; the sum of losses."""
+        ledger, last, loss_sum = self.world.ledger, len(batches) - 1, 0.0
+        for place, batch in enumerate(batches):
+            with ledger.at(phase="backward", micro_batch=place), self.states.micro_batch(place == 0, place == last):
+                with ledger.at(phase="forward"):
+                    loss = self._loss(batch)
+                (loss * seed).backward()
+            loss_sum += float(loss.detach())
+        return loss_sum
+
+    def _loss(self, batch: Batch) -> Tensor:
+        assert batch.targets is not None
+        return self.model.loss(batch.tokens, batch.targets, batch.positions, batch.documents, batch.dropout)
+
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss per valid token over all ranks' batches, in nats; nan when no token is valid."""
+        batches = [replace(self._batch(micro_batch, step=0), dropout=None) for micro_batch in micro_batches]
         with self.world.ledger.at(phase="evaluate"):
-            loss_sum, valid = 0.0, 0
-            for micro_batch in batches:
-                tokens, targets, _ = self._tensors(micro_batch, step=0)
-                loss_sum += float(self.model.loss(tokens, targets))
-                valid += int((targets >= 0).sum())
-            total, counted = self._sum_over_ranks(loss_sum), self._sum_over_ranks(valid)
+            if self.pipeline:
+                loss_sum = self.pipeline.evaluate(batches)
+            else:
+                loss_sum = sum(float(self._loss(batch)) for batch in batches)
+            total = self._sum_over_stages(self._sum_over_samples(loss_sum))
+            counted = self._sum_over_samples(sum(map(_counted, batches)))
         return total / counted if counted else math.nan
 
-    def _tensors(self, micro_batch: MicroBatch, step: int) -> tuple[Tensor, Tensor, DropoutKey | None]:
-        """(tokens, targets, dropout key) on this rank's device."""
+    def _batch(self, micro_batch: MicroBatch, step: int) -> Batch:
+        """The micro-batch on this rank's device."""
         device = self.world.device
         tokens, targets = (torch.from_numpy(array).to(device) for array in (micro_batch.tokens, micro_batch.targets))
         if not self.job.model.dropout:
-            return tokens, targets, None
+            return Batch(tokens, targets)
         samples = torch.from_numpy(np.asarray(micro_batch.samples, dtype=np.int64)).to(device)
         positions = torch.arange(tokens.shape[1], device=device)
-        return tokens, targets, DropoutKey(self.job.train.seed, step, samples, positions)
+        return Batch(tokens, targets, dropout=DropoutKey(self.job.train.seed, step, samples, positions))
 
     def _norm(self) -> float:
         """Global L2 norm of the gradients, each element counted once, whatever the layout."""
         squares = self.shares.squares(self.world.device)
-        for group in (self.states.shards, self.world.group("tp")):
+        for group in (self.states.shards, self.world.group("tp"), self.world.group("pp")):
             squares = all_reduce(squares, group)
         return float(squares) ** 0.5
 
-    def _sum_over_ranks(self, value: float) -> float:
+    def _sum_over_samples(self, value: float) -> float:
         """Sum over the data axis: one float64, exact for counts below 2^53."""
-        scalar = torch.tensor([value], dtype=torch.float64, device=self.world.device)
-        return float(all_reduce(scalar, self.data_group))
+        return self._sum(value, self.data_group)
+
+    def _sum_over_stages(self, value: float) -> float:
+        """Sum over the pipeline: of what one stage knows and the others hold as 0."""
+        return self._sum(value, self.world.group("pp"))
+
+    def _sum(self, value: float, group: Group) -> float:
+        return float(all_reduce(torch.tensor([value], dtype=torch.float64, device=self.world.device), group))
+
+
+def _counted(batch: Batch) -> int:
+    assert batch.targets is not None
+    return int((batch.targets >= 0).sum())

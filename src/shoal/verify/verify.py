@@ -73,7 +73,7 @@ def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
     return replace(
         model,
         name=f"small {model.name}",
-        layers=min(model.layers, 2),
+        layers=max(min(model.layers, 2), 2 * layout.pp * layout.v if layout.pp > 1 else 1),
         hidden=heads * size,
         heads=heads,
         kv_heads=min(fitting, key=lambda kv: abs(kv - wanted)),

@@ -1,6 +1,6 @@
 """Data parallelism running: each bucket of gradients is summed over the data axis while backward still computes the next."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,34 +19,60 @@ class DataParallel:
     since a collective that ranks call in different order gives silently wrong sums; a bucket whose parameters took no
     part in this step leaves at the end. The sum is right without a division: the loss is already divided by the global
     count of valid tokens.
+
+    buckets: by name. A pipeline runs forwards and backwards of several micro-batches in an order of its own: it stands in
+    `interleaved`, and says with `finish` when a backward was made, so which buckets are complete.
     """
 
     shared = False  # every rank has all weights
 
-    def __init__(self, buckets: list[Bucket], group: Group):
-        self.buckets, self.group, self.shards = buckets, group, group.alone()
-        self.first = self.leaves = True  # whether this is the step's first micro-batch, and whether gradients leave
-        self.in_flight: list[Handle] = []
-        for place, bucket in enumerate(buckets):
+    def __init__(self, buckets: Mapping[str, Bucket], group: Group):
+        self.names, self.buckets = list(buckets), list(buckets.values())
+        self.group, self.shards = group, group.alone()
+        self.leaves = True  # whether gradients leave in this micro-batch
+        self.in_flight: dict[int, Handle] = {}  # by bucket, in the order in which they left
+        for place, bucket in enumerate(self.buckets):
             for index, slot in enumerate(bucket.slots):
                 slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
 
     @contextmanager
     def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; on leaving the last, every gradient is the global one."""
-        self.first, self.leaves, self.in_flight = first, last, []
+        self._begin(fresh=first, leaves=last)
+        yield
+        if last:
+            self._settle()
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """Around a whole step whose micro-batches overlap; on leaving, every gradient is the global one."""
+        self._begin(fresh=True, leaves=False)
+        yield
+        self._settle()
+
+    def finish(self, names: Collection[str], last: bool) -> None:
+        """The buckets of these names got all gradients of one more micro-batch; last: of the step's last one."""
+        if last:
+            for place, name in enumerate(self.names):
+                if name in names:
+                    self._leave(place)
+
+    def free(self, names: Collection[str]) -> None:
+        """Every rank keeps all weights, always."""
+
+    def _begin(self, fresh: bool, leaves: bool) -> None:
+        self.leaves, self.in_flight = leaves, {}
         for bucket in self.buckets:
             bucket.arrived = set()
-        yield
-        waiting = self.buckets[len(self.in_flight) :]
-        if first:
-            for bucket in waiting:
-                bucket.fill()
-        if last:
-            for bucket in waiting:
-                self._leave(bucket)
-            for handle in self.in_flight:
-                handle.wait()
+            if fresh:
+                bucket.written = set()
+
+    def _settle(self) -> None:
+        for place in range(len(self.buckets)):
+            if place not in self.in_flight:
+                self._leave(place)
+        for handle in self.in_flight.values():
+            handle.wait()
 
     def held(self) -> Iterator[Held]:
         """The buffers of gradients on this rank."""
@@ -79,14 +105,16 @@ class DataParallel:
                 yield slot.name, slot.view(bucket.weights)
 
     def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
-        complete = self.buckets[place].absorb(index, fresh=self.first)
+        complete = self.buckets[place].absorb(index)
         if not (complete and self.leaves):
             return
-        while len(self.in_flight) < len(self.buckets):
-            bucket = self.buckets[len(self.in_flight)]
+        while (following := len(self.in_flight)) < len(self.buckets):
+            bucket = self.buckets[following]
             if len(bucket.arrived) < len(bucket.slots):
                 break
-            self._leave(bucket)
+            self._leave(following)
 
-    def _leave(self, bucket: Bucket) -> None:
-        self.in_flight.append(all_reduce(bucket.gradients, self.group, asynchronous=True))
+    def _leave(self, place: int) -> None:
+        bucket = self.buckets[place]
+        bucket.fill()
+        self.in_flight[place] = all_reduce(bucket.gradients, self.group, asynchronous=True)

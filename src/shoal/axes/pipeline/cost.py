@@ -15,6 +15,8 @@ from shoal.axes.pipeline.schedules.registry import make, needs
 from shoal.axes.pipeline.simulate import simulate, stage_times
 from shoal.transfer import Transfer, traffic
 
+SCALAR = 8  # bytes: losses and squares travel as one float64
+
 
 @dataclass(frozen=True)
 class Bubble:
@@ -183,3 +185,15 @@ def weight_bytes(schedule: Schedule, rank: int, weights: Sequence[float]) -> flo
         weights[schedule.stage_of(rank, chunk)] * max(live_versions(schedule, Place(rank, chunk)), default=1)
         for chunk in range(schedule.chunks(rank))
     )
+
+
+def scalar_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+    """Once a step, one float64 each: the loss, which the last stage knows, and the squares of the gradient norm."""
+    sent, received = traffic("all_reduce", 1, SCALAR, ranks, rank)
+    yield Transfer("optimizer", "pp", "all_reduce", 2 * sent, 2 * received, calls=2)
+
+
+def evaluation_scalar_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+    """Once an evaluation: the loss."""
+    sent, received = traffic("all_reduce", 1, SCALAR, ranks, rank)
+    yield Transfer("evaluate", "pp", "all_reduce", sent, received)

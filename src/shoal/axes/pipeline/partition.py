@@ -74,9 +74,9 @@ def balanced(costs: Costs, stages: int) -> list[int]:
 
 
 def by_hand(text: str, layers: int, stages: int, field: str = "layout.stages") -> list[int]:
-    """Layers per stage from a list such as "9,8,8,7". Raises RequestError, with values that would do, about `field`."""
-    would_do = f"{','.join(map(str, even(layers, stages)))} would do"
-    words = [word.strip() for word in text.split(",")]
+    """Layers per stage from a list such as "9-8-8-7". Raises RequestError, with values that would do, about `field`."""
+    would_do = f"{'-'.join(map(str, even(layers, stages)))} would do"
+    words = [word.strip() for word in text.split("-")]
     if not all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words):
         raise RequestError(field, f"{field} = {shown(text)} is not a list of numbers of layers; {would_do}")
     sizes = [int(word) for word in words]

@@ -24,7 +24,7 @@ from shoal.axes.pipeline.stash import Versions
 from shoal.comm.world import Group
 from shoal.kernels.linear import PutOff
 
-Chunk = Callable[[Any, int], Tensor]
+Chunk = Callable[[Tensor | None, Any], Tensor]
 Around = Callable[[Instruction, bool], AbstractContextManager[None]]
 
 
@@ -54,9 +54,9 @@ class Engine:
     """This rank's part of a pipeline.
 
     group: the pipeline's ranks, as the schedule numbers them. chunks: this rank's, as the schedule numbers them; called
-    with (input, micro-batch), they answer with the next stage's input, the last stage with the loss, a scalar. Where the
-    schedule splits a chunk's backward, the chunk is a module, and its linear layers put their weight gradients off.
-    shape, dtype: of all that goes from stage to stage.
+    with what the stage before gave (None in the first) and the micro-batch, they answer with what the next one gets, the
+    last with the loss, a scalar. Where the schedule splits a chunk's backward or updates in between, the chunk is a
+    module; the layers in it that have `put_off` put weight gradients off. shape, dtype: of what goes from stage to stage.
 
     around: entered around every instruction; its second argument says whether this is the step's last one to make
     weight gradients of this chunk. update(chunk, micro_batch): what U does.
@@ -97,21 +97,23 @@ class Engine:
                 if place.rank == rank:
                     self.sees.setdefault(place.chunk, {})[use.micro_batch] = use.forward
 
-    def step(self, inputs: Callable[[int], Any], seed: float, timed: bool = False) -> Ran:
+    def step(self, batches: Sequence[Any], seed: float, timed: bool = False) -> Ran:
         """Executes the schedule once; gradients add up on the parameters as autograd's do.
 
-        inputs: what the first stage gets for a micro-batch. seed: d total / d loss, where backward starts. timed: wait
-        for a GPU before reading the clock, so that the log's times hold there too.
+        batches: what the chunks get of each micro-batch. seed: d total / d loss, where backward starts. timed: wait for
+        a GPU before reading the clock, so that the log's times hold there too.
         """
-        run = _Run(self, self.schedule, inputs, seed, train=True, timed=timed)
+        count = self.schedule.micro_batches
+        assert len(batches) == count, f"{self.schedule.name} takes {count} micro-batches, not {len(batches)}"
+        run = _Run(self, self.schedule, batches, seed, train=True, timed=timed)
         run.execute(self.program)
         return run.ran
 
     @torch.no_grad()
-    def evaluate(self, inputs: Callable[[int], Any], micro_batches: int) -> Ran:
-        """Forwards only, of `micro_batches` micro-batches. All transfers are recorded where the ledger is."""
-        schedule = forward_only(self.schedule, micro_batches)
-        run = _Run(self, schedule, inputs, 0.0, train=False, timed=False)
+    def evaluate(self, batches: Sequence[Any]) -> Ran:
+        """Forwards only, of any number of micro-batches. All transfers are recorded where the ledger is."""
+        schedule = forward_only(self.schedule, len(batches))
+        run = _Run(self, schedule, batches, 0.0, train=False, timed=False)
         run.execute(programs(schedule)[self.group.index])
         return run.ran
 
@@ -128,7 +130,7 @@ class _Kept(NamedTuple):
     starts on the last stage.
     """
 
-    x: Any
+    x: Tensor | None
     end: GradientEdge | None
     gradient: Tensor | None
 
@@ -137,9 +139,9 @@ class _Run:
     """One execution of a program."""
 
     def __init__(
-        self, engine: Engine, schedule: Schedule, inputs: Callable[[int], Any], seed: float, train: bool, timed: bool
+        self, engine: Engine, schedule: Schedule, batches: Sequence[Any], seed: float, train: bool, timed: bool
     ):
-        self.engine, self.schedule, self.inputs, self.seed = engine, schedule, inputs, seed
+        self.engine, self.schedule, self.batches, self.seed = engine, schedule, batches, seed
         self.train, self.timed, self.rank = train, timed, engine.group.index
         self.mail = Mail(engine.group, engine.shape, engine.dtype, counted=train)
         self.kept: dict[tuple[int, int], _Kept] = {}  # by chunk and micro-batch
@@ -199,15 +201,15 @@ class _Run:
 
     # ---- forward
 
-    def _input(self, x: Instruction) -> Any:
+    def _input(self, x: Instruction) -> Tensor | None:
         before = self.schedule.previous(self.rank, x.chunk, x.micro_batch)
         if before is None:
-            return self.inputs(x.micro_batch)
+            return None
         received = self.mail.take(Message("forward", x.micro_batch, before, Place(self.rank, x.chunk)))
         return received.requires_grad_(self.train)
 
-    def _forward(self, x: Instruction, received: Any) -> None:
-        y = self.engine.chunks[x.chunk](received, x.micro_batch)
+    def _forward(self, x: Instruction, received: Tensor | None) -> None:
+        y = self.engine.chunks[x.chunk](received, self.batches[x.micro_batch])
         after = self.schedule.next(self.rank, x.chunk, x.micro_batch)
         if after is None:
             self.ran.losses[x.micro_batch] = y.detach()
@@ -234,6 +236,7 @@ class _Run:
             torch.autograd.backward([end], [gradient])
         before = self.schedule.previous(self.rank, x.chunk, x.micro_batch)
         if before is not None:
+            assert received is not None and received.grad is not None, f"{x}: the output does not depend on the input"
             self.mail.put(Message("backward", x.micro_batch, Place(self.rank, x.chunk), before), received.grad)
         queue = self.engine.queues.get(x.chunk)
         if x.kind == "I":

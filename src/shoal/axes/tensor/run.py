@@ -194,6 +194,10 @@ class TensorLayers:
         """Features of hidden that lie on this rank."""
         return self.spec.hidden
 
+    def residual(self, b: int, s: int) -> tuple[int, int, int]:
+        """The shape of this rank's part of (b, s, h) between layer pairs."""
+        return b, s // self.group.size if self.sequence else s, self.spec.hidden
+
     @property
     def ledger(self) -> Ledger:
         return self.group.ledger
@@ -244,7 +248,7 @@ class _Column(torch.autograd.Function):
         whole = gathering.wait() if gathering is not None else x
         d_weight = d_bias = None
         if layer.put_off is not None:
-            put_off_weight(layer.put_off, weight, ctx.bias, gradient, whole)
+            put_off_weight(layer.put_off, layer.weight, ctx.bias, gradient, whole)
         else:
             d_weight = weight_gradient(gradient, whole) if weight_needs else None
             d_bias = gradient.flatten(0, -2).sum(dim=0) if bias_needs else None
@@ -279,7 +283,7 @@ class _Row(torch.autograd.Function):
         d_x = input_gradient(gradient, weight) if x_needs else None
         d_weight = None
         if layer.put_off is not None:
-            put_off_weight(layer.put_off, weight, None, gradient, x)
+            put_off_weight(layer.put_off, layer.weight, None, gradient, x)
         elif weight_needs:
             d_weight = weight_gradient(gradient, x)
         return d_x, d_weight, d_bias, None

@@ -52,12 +52,17 @@ def sizes(parts: Parts) -> list[int]:
     return [sum(map(elements, part)) for part in parts.values()]
 
 
-def partition(parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int) -> Parts:
-    """The parameters in parts by name: buckets in backward order up to stage 2, units in forward order for stage 3."""
+def partition(
+    parameters: Sequence[Parameter], stage: int, bucket_bytes: float, width: int, ends_apart: bool = False
+) -> Parts:
+    """The parameters in parts by name: buckets in backward order up to stage 2, units in forward order for stage 3.
+
+    ends_apart: embedding and head are units of their own even where they share a matrix, which is not among these.
+    """
     if stage < 3:  # stage 0 is plain data parallelism
         return {f"bucket {i}": run for i, run in enumerate(buckets(parameters, bucket_bytes, width))}
     units: dict[str, list[Parameter]] = {}
-    tied = not any(parameter.name == "head.weight" for parameter in parameters)
+    tied = not ends_apart and not any(parameter.name == "head.weight" for parameter in parameters)
     for parameter in parameters:
         units.setdefault(ROOT if tied and parameter.unit in ENDS else parameter.unit, []).append(parameter)
     return units

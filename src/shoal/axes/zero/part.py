@@ -22,12 +22,13 @@ from shoal.comm.world import Group
 class Part:
     """Parameters of one dtype that move together over `group`; all trainable, or all frozen.
 
-    decays: names of those with weight decay. gradient_dtype: of gradients on the wire and in the shard, by default that
-    of the parameters.
+    name: of the run they come from. decays: names of those with weight decay. gradient_dtype: of gradients on the wire
+    and in the shard, by default that of the parameters.
     """
 
     def __init__(
         self,
+        name: str,
         named: Sequence[tuple[str, nn.Parameter]],
         decays: set[str],
         group: Group,
@@ -35,7 +36,7 @@ class Part:
         memory: Memory,
         gradient_dtype: torch.dtype | None = None,
     ):
-        self.group, self.stage, self.memory = group, stage, memory
+        self.name, self.group, self.stage, self.memory = name, group, stage, memory
         self.flat = Flat.of(named, decays)
         self.slots = self.flat.slots
         first = self.slots[0].parameter
@@ -56,7 +57,10 @@ class Part:
             self.weights = self.whole[self.mine]
             memory.take("weights", self._bytes(self.whole))
         self.whole_gradient: Tensor | None = None
-        self.arrived: set[int] = set()
+        self.arrived: set[int] = set()  # places of the slots whose gradient came in this micro-batch
+        self.written: set[int] = set()  # of those that the whole gradient holds something of
+        self.left = False  # whether a whole gradient has left in this step
+        self.summed = False  # whether the shard holds something of this step
         if self.trainable:
             kept = len(self.whole) if stage == 1 else self.piece
             held = torch.zeros(kept, dtype=self.gradient_dtype, device=device)
@@ -98,19 +102,22 @@ class Part:
 
     # ---- gradients
 
-    def absorb(self, place: int, fresh: bool) -> bool:
-        """Takes the gradient that autograd left on a parameter; whether all of the part's have now arrived.
+    def begin_step(self) -> None:
+        """Nothing of the gradients is of this step yet."""
+        self.left = self.summed = False
+        self.written = set()
 
-        fresh: the whole buffer holds nothing of this step yet, so the gradient is written rather than added.
-        """
-        self.slots[place].take_gradient(self._open(), fresh or self.stage > 1)
+    def absorb(self, place: int) -> bool:
+        """Takes the gradient that autograd left on a parameter; whether all of the part's have now arrived."""
+        self.slots[place].take_gradient(self._open(), fresh=place not in self.written)
+        self.written.add(place)
         self.arrived.add(place)
         return len(self.arrived) == len(self.slots)
 
     def fill(self) -> None:
         """Puts zeros into the whole gradient where nothing arrived, and into the padding."""
         whole = self._open()
-        self.flat.zero_missing(whole, self.arrived)
+        self.flat.zero_missing(whole, self.written)
         whole[self.flat.elements :].zero_()
 
     def _open(self) -> Tensor:
@@ -132,18 +139,19 @@ class Part:
         out = self.gradients if self.stage == 1 else None
         return reduce_scatter(whole, self.group, out=out, asynchronous=True)
 
-    def take_in(self, handle: Handle, fresh: bool) -> None:
-        """Waits for the sum; in stages 2 and 3 puts it into the shard (adds it, unless fresh) and frees the whole."""
+    def take_in(self, handle: Handle) -> None:
+        """Waits for the sum; in stages 2 and 3 puts it into the shard, or adds it to what is there of this step."""
         total = handle.wait()
         if self.stage == 1:
             return
-        if fresh:
-            self.gradients.copy_(total)
-        else:
+        if self.summed:
             self.gradients.add_(total)
+        else:
+            self.gradients.copy_(total)
+        self.summed = True
         assert self.whole_gradient is not None
         self.memory.release("buckets", self._bytes(self.whole_gradient))
-        self.whole_gradient = None
+        self.whole_gradient, self.written = None, set()
 
     # ---- for the optimizer and for a look
 

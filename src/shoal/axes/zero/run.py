@@ -5,7 +5,7 @@ In stage 3, hooks on units gather a unit before it computes, in forward and in b
 free what is done. Parts leave in one order on every rank, since collectives in different order give silently wrong sums.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -52,13 +52,14 @@ class ZeRO:
         self.calls, self.first_call = 0, dict[Unit, int]()  # of this micro-batch
         self.parts: list[Part] = []  # the trainable ones, as their gradients leave: in backward order
         for name, run in runs.items():
-            made = [Part(part, decays, group, stage, self.memory, gradient_dtype) for part in _alike(run, stage)]
+            made = [Part(name, part, decays, group, stage, self.memory, gradient_dtype) for part in _alike(run, stage)]
             self.parts += [part for part in made if part.trainable]
             if stage == 3:
-                self.units.append(Unit(self, made, (modules or {})[name], keep=name in (kept or set())))
+                self.units.append(Unit(self, name, made, (modules or {})[name], keep=name in (kept or set())))
         if stage == 3:
             self.parts.reverse()
         self.first = self.last = True  # of the step's micro-batches
+        self.pipelined = False  # whether micro-batches overlap
         self.complete: set[int] = set()
         self.sent = 0  # parts that have left in this backward
         self.in_flight: tuple[Part, Handle] | None = None
@@ -76,15 +77,8 @@ class ZeRO:
     @contextmanager
     def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch; on leaving the last, every shard holds the global gradient."""
-        self.first, self.last, self.sent = first, last, 0
-        self.complete = set()
-        for part in self.parts:
-            part.arrived = set()
-        self.calls, self.first_call = 0, {}
+        self._begin(first, last)
         yield
-        if first and not self._leaves:
-            for part in self.parts:
-                part.fill()
         if self._leaves:
             self._send(len(self.parts))
             self._settle()
@@ -92,7 +86,52 @@ class ZeRO:
             unit.free()
         for unit, following in pairwise(self.order):
             unit.next, following.previous = following, unit
-        if last and self.replicas is not None and self.replicas.size > 1:
+        if last:
+            self._sum_over_replicas()
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """Around a whole step of a pipeline, whose micro-batches overlap; on leaving, shards hold the global gradients.
+
+        `finish` says when a backward was made, and units are fetched in the order in which they were given.
+        """
+        self._begin(first=True, last=False)
+        self.pipelined = True
+        yield
+        for part in self.parts:
+            if not part.left:
+                self._leave(part)
+        self._settle()
+        self._sum_over_replicas()
+
+    def finish(self, names: Collection[str], last: bool) -> None:
+        """The parts of these runs got all gradients of one more micro-batch; last: of the step's last one."""
+        self.free(names)
+        if self.stage == 1 and not last:
+            return
+        for part in self.parts:
+            if part.name in names:
+                self._leave(part)
+        if self.stage > 1:
+            self._settle()  # the next backward fills the same buffers
+
+    def free(self, names: Collection[str]) -> None:
+        """Gives the gathered weights of these runs back, in stage 3."""
+        for unit in self.units:
+            if unit.name in names:
+                unit.free()
+
+    def _begin(self, first: bool, last: bool) -> None:
+        self.first, self.last, self.sent, self.pipelined = first, last, 0, False
+        self.complete = set()
+        for part in self.parts:
+            part.arrived = set()
+            if first:
+                part.begin_step()
+        self.calls, self.first_call = 0, {}
+
+    def _sum_over_replicas(self) -> None:
+        if self.replicas is not None and self.replicas.size > 1:
             for handle in [all_reduce(part.gradients, self.replicas, asynchronous=True) for part in self.parts]:
                 handle.wait()
 
@@ -103,7 +142,7 @@ class ZeRO:
 
     def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
         part = self.parts[place]
-        if not part.absorb(index, fresh=self.first):
+        if not part.absorb(index) or self.pipelined:
             return
         self.complete.add(place)
         if self._leaves:
@@ -115,22 +154,26 @@ class ZeRO:
     def _send(self, stop: int) -> None:
         """Sends the parts before `stop` that have not left, in order; one is on its way while the next one fills."""
         while self.sent < stop:
-            part = self.parts[self.sent]
+            self._leave(self.parts[self.sent])
             self.sent += 1
-            if self.stage > 1 or self.first:
-                part.fill()
-            self._settle()
-            self.in_flight = part, part.reduce(self.literal)
-            part.free()
+
+    def _leave(self, part: Part) -> None:
+        part.fill()
+        part.left = True
+        self._settle()
+        self.in_flight = part, part.reduce(self.literal)
+        part.free()
 
     def _settle(self) -> None:
         if self.in_flight is not None:
             part, handle = self.in_flight
             self.in_flight = None
-            part.take_in(handle, fresh=self.first)
+            part.take_in(handle)
 
     def saw(self, unit: "Unit") -> int:
         """A unit's forward begins; the number of this call in the micro-batch."""
+        if self.pipelined:
+            return 0
         if unit not in self.order:
             self.order.append(unit)
         self.first_call.setdefault(unit, self.calls)
@@ -142,6 +185,8 @@ class ZeRO:
 
         That holds also where a parameter took no part on this rank and its gradient never comes.
         """
+        if self.pipelined:
+            return
         stop = 0
         for unit in reversed(self.units):
             if self.first_call.get(unit, call + 1) <= call:
@@ -198,8 +243,8 @@ class Unit:
     first forward, so that it can be fetched while this one computes.
     """
 
-    def __init__(self, zero: ZeRO, parts: Sequence[Part], modules: Sequence[nn.Module], keep: bool):
-        self.zero, self.parts, self.keep, self.call = zero, parts, keep, 0
+    def __init__(self, zero: ZeRO, name: str, parts: Sequence[Part], modules: Sequence[nn.Module], keep: bool):
+        self.zero, self.name, self.parts, self.keep, self.call = zero, name, parts, keep, 0
         self.next: Unit | None = None
         self.previous: Unit | None = None
         for module in modules:

@@ -75,16 +75,18 @@ class Batches:
     def first(self, batches: int) -> list[MicroBatch]:
         """The rank's part of the split's first `batches` x batch samples, in their own order, for evaluation.
 
-        Every rank gets equally many micro-batches, since a forward may be a collective. Where the samples run out, the
-        last ranks get a sample again whose targets do not count.
+        Every rank gets equally many micro-batches of one size, since a forward may be a collective. Where the samples run
+        out, the first sample comes again, with targets that do not count.
         """
         ranks, size = self.job.layout.dp, self.job.micro_batch
         numbers = np.arange(min(batches * self.job.train.batch, self.dataset.samples))
         parts = []
         for start in range(self.rank * size, len(numbers) + self.rank * size, ranks * size):
             part = numbers[start : start + size]
-            tokens, targets = self.dataset.get(part if len(part) else numbers[:1])
-            parts.append(MicroBatch(tokens, targets if len(part) else np.full_like(targets, IGNORED), part))
+            filled = np.concatenate((part, np.zeros(size - len(part), numbers.dtype)))
+            tokens, targets = self.dataset.get(filled)
+            targets[len(part) :] = IGNORED
+            parts.append(MicroBatch(tokens, targets, filled))
         return parts
 
 
