@@ -24,23 +24,19 @@ def pieces_of(job: Job, rank: int) -> list[Piece]:
     if job.layout.pp == 1:
         return [_cut(job, mesh, rank, parameter) for parameter in inventory(job.model)]
     held = {name for names in names_by_chunk(job, rank) for name in names}
-    if job.model.tied and any(stage.last for stage in chunks_of(job, mesh, rank)):
-        held.add(TIED)
     pieces = [_cut(job, mesh, rank, parameter) for parameter in inventory(job.model) if parameter.name in held]
     return [_shared_along_pipeline(job, piece) for piece in pieces]
 
 
 def names_by_chunk(job: Job, rank: int) -> list[set[str]]:
-    """The parameters of each chunk of a pipeline rank. A tied matrix belongs to the first chunk that uses it."""
-    taken: set[str] = set()
+    """The parameters of each chunk of a pipeline rank. A tied matrix is in each chunk that uses it."""
     named = []
     for stage in chunks_of(job, mesh_of(job), rank):
         units = set(stage.units())
         names = {parameter.name for parameter in inventory(job.model) if parameter.unit in units}
         if job.model.tied and stage.last:
             names.add(TIED)
-        named.append(names - taken)
-        taken |= names
+        named.append(names)
     return named
 
 

@@ -1,5 +1,6 @@
 """Composes the axes' transfers into what one rank sends and receives in a step, an evaluation and a run. No torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from shoal.plan.stages import chunks_of, schedule_of, stages_of
 from shoal.spec.inventory import Parameter
 from shoal.spec.job import WIDTH, Job
 from shoal.transfer import Transfer, traffic
+
+TWICE = "tied"  # the part of a matrix that two chunks of a rank use
 
 
 def sharding(job: Job) -> zero.Sharding:
@@ -46,19 +49,16 @@ def parts_of(job: Job, rank: int) -> zero.Parts:
     if job.layout.pp == 1:
         return zero.partition(kept, job.layout.zero, bucket, width)
     parts: dict[str, Sequence[Parameter]] = {}
-    chunks = chunks_of(job, mesh_of(job), rank)
-    by_chunk = names_by_chunk(job, rank)
+    chunks, by_chunk = chunks_of(job, mesh_of(job), rank), names_by_chunk(job, rank)
     # In the order of the model, which ranks that hold the same stages number differently, agree on.
     for chunk in sorted(range(len(chunks)), key=lambda chunk: chunks[chunk].layers.start):
-        names = by_chunk[chunk]
-        of_chunk = [parameter for parameter in kept if parameter.name in names]
-        shared = [parameter for parameter in of_chunk if parameter.name == TIED and job.model.tied]
-        rest = [parameter for parameter in of_chunk if parameter not in shared]
-        for name, part in zero.partition(rest, job.layout.zero, bucket, width, ends_apart=True).items():
-            if part:
-                parts[f"chunk {chunk} {name}"] = part
-        if shared:
-            parts[f"chunk {chunk} tied"] = shared
+        apart = {TIED} if job.model.tied else set()
+        own = [parameter for parameter in kept if parameter.name in by_chunk[chunk] - apart]
+        for name, part in zero.partition(own, job.layout.zero, bucket, width, ends_apart=True).items():
+            parts[f"chunk {chunk} {name}"] = part
+    if tied := [parameter for parameter in kept if parameter.name == TIED and job.model.tied]:
+        users = [chunk for chunk, names in enumerate(by_chunk) if TIED in names]
+        parts[TWICE if len(users) > 1 else f"chunk {users[0]} tied"] = tied
     return parts
 
 
@@ -77,7 +77,9 @@ def step_transfers(job: Job, rank: int) -> list[Transfer]:
     if layout.pp > 1:
         seen //= len(schedule_of(job).routes)
     if cut.stage:
-        transfers += zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen)
+        # What two chunks of a rank use is summed at the end of the step alone.
+        uses = {TWICE: seen * 2}, {TWICE: 1}
+        transfers += zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen, *uses)
     else:
         transfers += data.gradient_transfers(zero.sizes(parts), layout.dp, place, cut.width, seen - 1)
     transfers += _shared(job, parts, cut, mesh, rank)
@@ -92,8 +94,12 @@ def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
     mesh, parts, layout = mesh_of(job), parts_of(job, rank), job.layout
     place = mesh.coordinate("pp", rank)
     forward: list[Transfer] = []
+    uses: dict[str, int] = {}
     if layout.pp > 1:
         schedule = forward_only(schedule_of(job), forwards)
+        calls = Counter(x.chunk for x in schedule.instructions(place))
+        uses = {name: calls[int(name.split()[1])] for name in parts if name != TWICE}
+        uses |= {name: sum(calls.values()) for name in parts if name == TWICE}
         forward += pipeline.evaluation_transfers(schedule, place, _message(job))
         forward += pipeline.evaluation_scalar_transfers(layout.pp, place)
     for micro_batch in range(forwards):
@@ -104,7 +110,7 @@ def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
         ]
     return [
         *data.evaluation_transfers(job.layout.dp, mesh.coordinate("dp", rank)),
-        *zero.evaluation_transfers(parts, sharding(job), mesh.coordinate("shard", rank), forwards),
+        *zero.evaluation_transfers(parts, sharding(job), mesh.coordinate("shard", rank), forwards, uses),
         *forward,
     ]
 

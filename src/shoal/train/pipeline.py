@@ -10,6 +10,7 @@ from shoal.comm.world import World
 from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
 from shoal.plan.stages import schedule_of
+from shoal.plan.traffic import TWICE
 from shoal.spec.job import Job
 from shoal.train.states import States
 
@@ -32,7 +33,7 @@ class Pipeline:
 
     def step(self, batches: Sequence[Batch], seed: float) -> float:
         """Forwards and backwards of all micro-batches, from `seed` = d total / d loss; the sum of losses known here."""
-        with self.states.interleaved():
+        with self.engine.group.ledger.at(phase="backward"), self.states.interleaved():
             ran = self.engine.step(batches, seed)
         return float(sum(map(float, ran.losses.values())))
 
@@ -43,7 +44,7 @@ class Pipeline:
     @contextmanager
     def _around(self, instruction: Instruction, last: bool) -> Iterator[None]:
         yield
+        if instruction.kind in "BI":
+            self.states.free([*self.parts[instruction.chunk], TWICE])
         if instruction.kind in "BW":
             self.states.finish(self.parts[instruction.chunk], last)
-        elif instruction.kind == "I":
-            self.states.free(self.parts[instruction.chunk])

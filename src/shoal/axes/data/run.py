@@ -105,6 +105,8 @@ class DataParallel:
                 yield slot.name, slot.view(bucket.weights)
 
     def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return  # put off: this hook fires again when the gradient is made
         complete = self.buckets[place].absorb(index)
         if not (complete and self.leaves):
             return

@@ -7,6 +7,7 @@ so that the N ranks of the shard group hold equal pieces. Sizes are bytes or ele
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from shoal.axes.data.cost import SCALAR, buckets
 from shoal.axes.piece import Span
@@ -68,18 +69,27 @@ def partition(
     return units
 
 
-def step_transfers(parts: Parts, cut: Sharding, rank: int, replica: int, micro_batches: int) -> Iterator[Transfer]:
+def step_transfers(
+    parts: Parts,
+    cut: Sharding,
+    rank: int,
+    replica: int,
+    micro_batches: int,
+    uses: Mapping[str, int] = MappingProxyType({}),
+    sums: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[Transfer]:
     """Transfers of one training step on one rank, beside those of the loss.
 
     parts: as `partition` gives them. rank, replica: this rank's places in the shard and the replicate group. Per
     micro-batch stage 2 reduce-scatters, and stage 3 gathers twice and reduce-scatters; stage 1, and what crosses
     replicas, once a step. With N ranks and Psi elements, one direction: stages 1 and 2 (N-1)/N (w + g) Psi, stage 3
-    (N-1)/N (2 w + g) Psi, w and g the widths.
+    (N-1)/N (2 w + g) Psi, w and g the widths. uses, sums: parts whose weights are used, or whose gradients are summed, not
+    once per micro-batch but so many times a step.
     """
     wholes = {name: padded(size, cut.ranks) for name, size in zip(parts, sizes(parts), strict=True)}
     if cut.ranks > 1:
-        yield from _gradients(list(wholes.values()), cut, rank, micro_batches)
-        yield from _weights(wholes, cut, rank, micro_batches, kept_units(list(parts), cut))
+        yield from _gradients(wholes, cut, rank, micro_batches, sums)
+        yield from _weights(wholes, cut, rank, micro_batches, kept_units(list(parts), cut), uses)
         sent, received = traffic("all_reduce", 1, SCALAR, cut.ranks, rank)
         yield Transfer("optimizer", cut.shard_axis, "all_reduce", sent, received)  # squares for the gradient norm
     if cut.replicas > 1:
@@ -96,17 +106,20 @@ def offload_transfers(parts: Parts, cut: Sharding, rank: int, place: str) -> Ite
         yield Transfer("optimizer", place, "store", size, 0)
 
 
-def _gradients(wholes: Sequence[int], cut: Sharding, rank: int, micro_batches: int) -> Iterator[Transfer]:
+def _gradients(
+    wholes: Mapping[str, int], cut: Sharding, rank: int, micro_batches: int, sums: Mapping[str, int]
+) -> Iterator[Transfer]:
     """Every part's gradient on its way to the shards: in each micro-batch, in stage 1 only in the last."""
     reduce = "all_reduce" if cut.stage == 1 and cut.literal else "reduce_scatter"
     for micro_batch in range(micro_batches) if cut.stage > 1 else (micro_batches - 1,):
-        for whole in wholes:
-            sent, received = traffic(reduce, whole, cut.reduce_width, cut.ranks, rank)
-            yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
+        for name, whole in wholes.items():
+            if micro_batches - 1 - micro_batch < sums.get(name, micro_batches):
+                sent, received = traffic(reduce, whole, cut.reduce_width, cut.ranks, rank)
+                yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
 
 
 def _weights(
-    wholes: Mapping[str, int], cut: Sharding, rank: int, micro_batches: int, kept: set[str]
+    wholes: Mapping[str, int], cut: Sharding, rank: int, micro_batches: int, kept: set[str], uses: Mapping[str, int]
 ) -> Iterator[Transfer]:
     """Every part's weights put together: after the update; in stage 3 before each use, unless still there."""
     if cut.stage < 3:
@@ -119,14 +132,22 @@ def _weights(
             for name, whole in wholes.items():
                 if phase == "forward" or name not in kept:
                     sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
-                    yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
+                    for _ in range(uses.get(name, micro_batches) // micro_batches):
+                        yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
 
 
-def evaluation_transfers(parts: Parts, cut: Sharding, rank: int, forwards: int) -> Iterator[Transfer]:
-    """Transfers of `forwards` forwards without backward, in stage 3: each unit at each use, a root at both ends."""
+def evaluation_transfers(
+    parts: Parts, cut: Sharding, rank: int, forwards: int, uses: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Transfer]:
+    """Transfers of `forwards` forwards without backward, in stage 3: each unit at each use, a root at both ends.
+
+    uses: how often some parts are used in all of them, where it is not once a forward.
+    """
     if cut.stage == 3 and cut.ranks > 1:
         for name, size in zip(parts, sizes(parts), strict=True):
-            calls = forwards * (2 if name == ROOT else 1)
+            calls = uses.get(name, forwards * (2 if name == ROOT else 1))
+            if not calls:
+                continue
             sent, received = traffic("all_gather", padded(size, cut.ranks), cut.width, cut.ranks, rank)
             yield Transfer("evaluate", cut.shard_axis, "all_gather", sent * calls, received * calls, calls=calls)
 

@@ -142,6 +142,8 @@ class ZeRO:
 
     def _arrived(self, place: int, index: int, parameter: nn.Parameter) -> None:
         part = self.parts[place]
+        if parameter.grad is None:
+            return  # put off: this hook fires again when the gradient is made
         if not part.absorb(index) or self.pipelined:
             return
         self.complete.add(place)
