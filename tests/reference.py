@@ -54,9 +54,9 @@ def plain_torch(job: Job) -> Record:
     reader = Trainer(alone, World.single(), MadeUpBatches(alone, 0))  # only for its reading of a batch
     for step in range(STEPS):
         (batch,) = MadeUpBatches(alone, 0).batch(step)
-        tokens, targets, dropout = reader._tensors(batch, step)
-        logits = model(tokens, dropout=dropout)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        read = reader._batch(batch, step)
+        logits = model(read.tokens, dropout=read.dropout)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), read.targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
