@@ -11,8 +11,22 @@ from shoal.spec.errors import RequestError, nearest
 from shoal.spec.layout import Layout
 
 BASE = ("tp", "cp", "dp", "pp")  # the axes whose product is the world
-CARVED = ("shard", "replicate", "ep", "edp", "etp", "row", "column", "kv")  # the axes that divide others anew
-PAIRS = ("ends", "twin")  # pairs of pipeline ranks: the first and the last; each rank and the one as far from the other end
+CARVED = (
+    "shard",
+    "replicate",
+    "ep",
+    "edp",
+    "etp",
+    "row",
+    "column",
+    "kv",
+    "ring",
+    "ulysses",
+)  # the axes that divide others anew
+PAIRS = (
+    "ends",
+    "twin",
+)  # pairs of pipeline ranks: the first and the last; each rank and the one as far from the other end
 
 
 @dataclass(frozen=True)
@@ -45,13 +59,14 @@ class Mesh:
     """The ranks 0 to world - 1 as an array, its first axis varying fastest.
 
     sizes: ranks per base axis, and of what is carved out of them: "ep", "etp" (1 or tp), "hsdp" (replicas), "grid" (side
-    of a square of tensor ranks) and "kv" (tensor ranks that keep the same KV heads).
+    of a square of tensor ranks), "kv" (tensor ranks that keep the same KV heads) and "ulysses" (context ranks of an all-to-all).
     order: axes from inner to outer; axes of one rank may be left out. "ep" in it says only whether experts (before
     "dp", or absent) or their replicas (after "dp") are the neighbours. Raises RequestError when sizes do not divide.
 
     Carved axes. The token space is dp x cp, and tp too when etp is 1, flattened in mesh order: "ep" is ep consecutive
     places of it, "edp" the ranks that hold the same experts. dp splits into "shard" (inner) and "replicate". A square of
     tensor ranks has "row"s of consecutive ones and "column"s across them; "kv" is a run of consecutive tensor ranks.
+    "ulysses" are consecutive context ranks, "ring" goes across them.
     """
 
     def __init__(self, sizes: Mapping[str, int], order: Sequence[str]):
@@ -65,6 +80,9 @@ class Mesh:
         self._digits = {axis: _Digit((axis,), 1, size) for axis, size in self.sizes.items()}
         self._carve(sizes.get("hsdp", 1), sizes.get("ep", 1), sizes.get("etp", 1), tuple(order))
         self._carve_tensor(sizes.get("grid", 1), sizes.get("kv", 1))
+        ulysses = sizes.get("ulysses", 1)
+        self._digits["ulysses"] = _Digit(self._space("cp"), 1, ulysses)
+        self._digits["ring"] = _Digit(self._space("cp"), ulysses, _quotient(self.size("cp"), ulysses, "ulysses", "cp"))
 
     @classmethod
     def of(cls, layout: Layout, kv_heads: int = 0) -> "Mesh":
@@ -75,7 +93,14 @@ class Mesh:
         sizes = {"tp": layout.tp_size, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
         side = layout.tp_grid[0] if layout.tp_grid else 1
         kv = max(1, (side if layout.tp_grid else layout.tp_size) // kv_heads) if kv_heads else 1
-        carved = {"ep": layout.ep, "etp": layout.etp, "hsdp": layout.hsdp, "grid": side, "kv": kv}
+        carved = {
+            "ep": layout.ep,
+            "etp": layout.etp,
+            "hsdp": layout.hsdp,
+            "grid": side,
+            "kv": kv,
+            "ulysses": layout.ulysses,
+        }
         return cls({**sizes, **carved}, (*layout.axes, *(axis for axis in BASE if axis not in layout.axes)))
 
     def _carve(self, hsdp: int, ep: int, etp: int, order: tuple[str, ...]) -> None:
@@ -172,7 +197,7 @@ class Mesh:
     def _carves(self, axis: str) -> bool:
         """Whether a carved axis says something that the base axes do not."""
         whole = {"shard": "replicate", "replicate": "replicate", "ep": "ep", "edp": "ep", "etp": "ep"}
-        whole |= {"row": "row", "column": "row", "kv": "kv"}
+        whole |= {"row": "row", "column": "row", "kv": "kv", "ring": "ulysses", "ulysses": "ulysses"}
         return self.size(whole[axis]) > 1
 
     def _pair(self, axis: str, rank: int) -> set[int]:
@@ -231,7 +256,7 @@ def _check(sizes: Mapping[str, int], order: tuple[str, ...]) -> None:
                 "layout.order", f"layout.order leaves out {axis} = {size}; {'-'.join((*order, axis))} would do"
             )
     for axis in (*order, *sizes):
-        if axis not in (*BASE, "ep", "etp", "hsdp", "grid", "kv") or order.count(axis) > 1:
+        if axis not in (*BASE, "ep", "etp", "hsdp", "grid", "kv", "ulysses") or order.count(axis) > 1:
             raise RequestError(
                 "layout.order", f"layout.order = {'-'.join(order)} names {axis} wrongly; {'-'.join(BASE)} would do"
             )
@@ -262,6 +287,8 @@ def _holds(axis: str, place: int, size: int) -> str:
         "row": "features {} of {} of its row's tokens",
         "column": "tokens {} of {} of its column's features",
         "kv": "copy {} of {} of its KV heads",
+        "ring": "block {} of {} of keys and values",
+        "ulysses": "part {} of {} of the heads in attention",
     }
     return what[axis].format(place, size)
 
@@ -285,6 +312,8 @@ def _exchanges(axis: str, group: tuple[int, ...], rank: int) -> str:
         "row": "blocks of activations in every matrix product,",
         "column": "blocks of weights in every matrix product,",
         "kv": "gradients of its KV heads once a step",
+        "ring": "keys and values in every attention,",
+        "ulysses": "heads for tokens in every attention,",
     }
     return f"{what[axis]} with {_listed([other for other in group if other != rank])}"
 

@@ -19,6 +19,9 @@ RUNNABLE = (
     "v",
     "stages",
     "micro_batches",
+    "cp",
+    "cp_kind",
+    "ulysses",
     "order",
 )
 

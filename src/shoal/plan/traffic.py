@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from shoal.axes.context import cost as context
 from shoal.axes.data import cost as data
 from shoal.axes.piece import shared_runs
 from shoal.axes.pipeline import cost as pipeline
@@ -27,7 +28,7 @@ def sharding(job: Job) -> zero.Sharding:
     width = WIDTH[job.train.dtype]
     return zero.Sharding(
         stage=job.layout.zero,
-        ranks=job.layout.dp // job.layout.hsdp if job.layout.zero else 1,
+        ranks=job.layout.dp // job.layout.hsdp * job.layout.cp if job.layout.zero else 1,
         replicas=job.layout.hsdp if job.layout.zero else 1,
         literal=job.layout.zero1 == "ar+ag",
         reshard=job.layout.reshard,
@@ -35,6 +36,7 @@ def sharding(job: Job) -> zero.Sharding:
         reduce_width=max(4, width) if job.train.reduce_dtype == "float32" else width,
         state_width=max(4, width),
         masters=width < 4,
+        axis="+".join(job.layout.shard_axes),
     )
 
 
@@ -65,9 +67,9 @@ def parts_of(job: Job, rank: int) -> zero.Parts:
 def step_transfers(job: Job, rank: int) -> list[Transfer]:
     """Every transfer of one training step on `rank`, in closed form."""
     mesh, layout, cut, parts = mesh_of(job), job.layout, sharding(job), parts_of(job, rank)
-    place, stage = mesh.coordinate("dp", rank), mesh.coordinate("pp", rank)
-    shard = mesh.coordinate("shard", rank) if cut.stage else 0
-    transfers: list[Transfer] = [*data.loss_transfers(layout.dp, place)]
+    stage, shard = mesh.coordinate("pp", rank), _shard(job, mesh, rank)
+    place = _place(mesh, layout.data_axes, rank)
+    transfers: list[Transfer] = [*data.loss_transfers(*place)]
     for micro_batch in range(layout.micro_batches):
         transfers += _micro_batch(job, mesh, rank, micro_batch)
     if layout.pp > 1:
@@ -81,7 +83,7 @@ def step_transfers(job: Job, rank: int) -> list[Transfer]:
         uses = {TWICE: seen * 2}, {TWICE: 1}
         transfers += zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen, *uses)
     else:
-        transfers += data.gradient_transfers(zero.sizes(parts), layout.dp, place, cut.width, seen - 1)
+        transfers += data.gradient_transfers(zero.sizes(parts), place[0], place[1], cut.width, seen - 1, place[2])
     transfers += _shared(job, parts, cut, mesh, rank)
     transfers += tensor.norm_transfers(layout.tp_size, mesh.coordinate("tp", rank))
     if job.train.offload != "none":
@@ -109,44 +111,83 @@ def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
             if transfer.phase == "forward"
         ]
     return [
-        *data.evaluation_transfers(job.layout.dp, mesh.coordinate("dp", rank)),
-        *zero.evaluation_transfers(parts, sharding(job), mesh.coordinate("shard", rank), forwards, uses),
+        *data.evaluation_transfers(*_place(mesh, layout.data_axes, rank)),
+        *zero.evaluation_transfers(parts, sharding(job), _shard(job, mesh, rank), forwards, uses),
         *forward,
     ]
+
+
+def _place(mesh: Mesh, axes: tuple[str, ...], rank: int) -> tuple[int, int, str]:
+    """(ranks, this one's number among them, the name) of the group along some axes."""
+    ranks = mesh.group(axes, rank)
+    return len(ranks), ranks.index(rank), "+".join(axes)
+
+
+def _shard(job: Job, mesh: Mesh, rank: int) -> int:
+    """Which piece of the model states `rank` has."""
+    return _place(mesh, job.layout.shard_axes, rank)[1] if job.layout.zero else 0
 
 
 def _message(job: Job) -> int:
     """Bytes of what goes from stage to stage for one micro-batch, on each rank."""
     layout, model = job.layout, job.model
     parts = layout.tp_size if layout.sp or layout.tp_grid else 1
-    return pipeline.message_bytes(job.micro_batch, job.data.sequence, model.hidden, WIDTH[job.train.dtype], parts)
+    return pipeline.message_bytes(job.micro_batch, job.own_sequence, model.hidden, WIDTH[job.train.dtype], parts)
 
 
 def _micro_batch(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> Iterator[Transfer]:
-    """What the tensor axis moves for one micro-batch, in the stages that `rank` has of it."""
+    """What the tensor and the context axis move for one micro-batch, in the stages that `rank` has of it."""
+    for stage in _stages_for(job, mesh, rank, micro_batch):
+        yield from _tensor(job, mesh, rank, stage, micro_batch)
+        if job.layout.cp > 1:
+            for layer in stage.layers:
+                yield from context.transfers(crossing(job), layer, micro_batch)
+
+
+def _tensor(job: Job, mesh: Mesh, rank: int, stage: Stage, micro_batch: int) -> Iterator[Transfer]:
+    """What the tensor axis moves in one stage."""
     layout, model, width = job.layout, job.model, WIDTH[job.train.dtype]
-    b, s = job.micro_batch, job.data.sequence
+    b, s = job.micro_batch, job.own_sequence
     if layout.tp_size == 1:
         return
-    for stage in _stages_for(job, mesh, rank, micro_batch):
-        if layout.tp_grid:
-            row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
-            grid = tensor2d.Grid(layout.tp_grid[0], row, column, b, s, width)
-            if stage.first:
-                yield from tensor2d.embedding_transfers(grid, model, micro_batch)
-            for layer in stage.layers:
-                yield from tensor2d.block_transfers(grid, model, layer, micro_batch)
-            if stage.last:
-                yield from tensor2d.head_transfers(grid, model, micro_batch)
-            continue
-        axis = tensor.Axis(layout.tp_size, mesh.coordinate("tp", rank), layout.sp, layout.regather)
-        shape = tensor.Shape(b, s, model.hidden, width)
+    if layout.tp_grid:
+        row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)
+        grid = tensor2d.Grid(layout.tp_grid[0], row, column, b, s, width)
         if stage.first:
-            yield from tensor.embedding_transfers(shape, axis, micro_batch)
+            yield from tensor2d.embedding_transfers(grid, model, micro_batch)
         for layer in stage.layers:
-            yield from tensor.block_transfers(shape, axis, layer, micro_batch)
+            yield from tensor2d.block_transfers(grid, model, layer, micro_batch)
         if stage.last:
-            yield from tensor.head_transfers(shape, axis, model.vocab, micro_batch)
+            yield from tensor2d.head_transfers(grid, model, micro_batch)
+        return
+    axis = tensor.Axis(layout.tp_size, mesh.coordinate("tp", rank), layout.sp, layout.regather)
+    shape = tensor.Shape(b, s, model.hidden, width)
+    if stage.first:
+        yield from tensor.embedding_transfers(shape, axis, micro_batch)
+    for layer in stage.layers:
+        yield from tensor.block_transfers(shape, axis, layer, micro_batch)
+    if stage.last:
+        yield from tensor.head_transfers(shape, axis, model.vocab, micro_batch)
+
+
+def crossing(job: Job) -> context.Crossing:
+    """Attention of one layer and micro-batch, as it crosses the job's context ranks."""
+    layout, model, width = job.layout, job.model, WIDTH[job.train.dtype]
+    side = layout.tp_grid[0] if layout.tp_grid else 1
+    parts = side if layout.tp_grid else layout.tp_size
+    return context.Crossing(
+        kind=layout.cp_kind,
+        ranks=layout.cp,
+        batch=job.micro_batch // side,
+        sequence=job.own_sequence * layout.cp,
+        heads=model.heads // parts,
+        kv_heads=max(1, model.kv_heads // parts),
+        head_size=model.head_size,
+        width=width,
+        accumulate_width=max(4, width),
+        ulysses=layout.ulysses,
+        window=model.window,
+    )
 
 
 def _stages_for(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> list[Stage]:
@@ -162,7 +203,7 @@ def _shared(job: Job, parts: zero.Parts, cut: zero.Sharding, mesh: Mesh, rank: i
     """Partial gradients of what several ranks keep, summed once a step in the buffers of the data axis."""
     pieces = pieces_of(job, rank)
     named = {piece.parameter.name: piece for piece in pieces}
-    held = zero.held_spans(parts, cut, mesh.coordinate("shard", rank) if cut.stage else 0)
+    held = zero.held_spans(parts, cut, _shard(job, mesh, rank))
     for axis in dict.fromkeys(share.axis for piece in pieces for share in piece.shares):
         size = mesh.size(axis)
         runs = [run for spans in held for run in shared_runs(spans, named, axis)]

@@ -1,6 +1,7 @@
 """Does a layout fit a model, a sequence length and a batch? Only arithmetic: what divides what. No torch."""
 
 import re
+from math import lcm
 
 from shoal.spec.errors import RequestError, alternatives, divisors, multiples_around
 from shoal.spec.layout import Layout
@@ -80,24 +81,41 @@ def _check_sequence(model: ModelSpec, layout: Layout, sequence: int) -> None:
             f"data.sequence = {sequence} is longer than model.positions_max = {model.positions_max}; "
             f"{model.positions_max} would do",
         )
-    # Zigzag gives every context rank one part from the front and one from the back.
-    halves = 2 if layout.cp > 1 and layout.cp_kind == "zigzag" else 1
-    parts = layout.cp * halves * (layout.tp_size if layout.sp else 1)
+    parts = sequence_parts(layout)
     if sequence % parts:
         raise RequestError(
             "data.sequence",
             f"data.sequence = {sequence} does not divide into the {parts} parts of layout {layout}; "
-            f"{multiples_around(sequence, parts)} would",
+            f"{multiples_around(sequence, parts)} would, or data.pad=true",
         )
-    by_heads = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses", layout.ulysses)}
-    key, ranks = by_heads.get(layout.cp_kind, ("cp", 1))
-    heads = model.heads // _tensor_parts(layout)
-    if ranks > 1 and heads % ranks:
+    key, ranks = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses", layout.ulysses)}.get(layout.cp_kind, ("cp", 1))
+    tensor = _tensor_parts(layout)
+    heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
+    if not exchanges(heads, kv_heads, ranks):
+        fitting = [ranks for ranks in divisors(heads) if exchanges(heads, kv_heads, ranks)]
         raise RequestError(
             f"layout.{key}",
-            f"layout.{key} = {ranks} does not divide the {heads} heads of a tensor rank, which {layout.cp_kind} hands "
-            f"around; {alternatives(divisors(heads), ranks)} would",
+            f"layout.{key} = {ranks} cannot share out the {heads} heads and {kv_heads} KV heads of a tensor rank, which "
+            f"{layout.cp_kind} hands around; {alternatives(fitting, ranks)} would, or cp_kind=zigzag",
         )
+
+
+def sequence_parts(layout: Layout) -> int:
+    """What the length of a sequence must be a multiple of."""
+    if layout.cp == 1:
+        parts = 1
+    elif layout.cp_kind in ("zigzag", "allgather"):  # an early and a late part for each rank
+        parts = 2 * layout.cp
+    elif layout.cp_kind == "hybrid":
+        parts = layout.cp // layout.ulysses * lcm(2, layout.ulysses)
+    else:
+        parts = layout.cp
+    return lcm(parts, layout.cp * (layout.tp_size if layout.sp else 1))
+
+
+def exchanges(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether an all-to-all can give each of `ranks` as many heads, with KV heads of their own or shared by as many."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def _tensor_parts(layout: Layout) -> int:

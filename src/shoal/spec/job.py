@@ -5,7 +5,7 @@ from typing import Literal
 
 from shoal.spec.errors import RequestError
 from shoal.spec.fields import check_fields, described
-from shoal.spec.fit import check_fit
+from shoal.spec.fit import check_fit, sequence_parts
 from shoal.spec.layout import Layout
 from shoal.spec.machine import Machine
 from shoal.spec.model import ModelSpec
@@ -22,8 +22,13 @@ class DataSpec:
     )
     tokenizer: str = described("bytes", "bytes, or the path of a tokenizer.json")
     sequence: int = described(256, "length of a sequence, tokens", low=1)
-    packing: Literal["stream", "documents"] = described(
-        "stream", "stream cuts the text anywhere; documents makes each one a sample, cut after `sequence` tokens"
+    packing: Literal["stream", "packed", "documents"] = described(
+        "stream",
+        "stream cuts the text anywhere; packed too, but a token sees only its own document; documents makes each one a "
+        "sample, cut after `sequence` tokens",
+    )
+    pad: bool = described(
+        False, "fill sequences up, with targets that do not count, to a length that the layout can cut"
     )
     field: str = described("text", "key of the text in each JSONL line")
     eval_fraction: float = described(0.02, "part of the data held out for evaluation", low=0, below=1)
@@ -88,7 +93,7 @@ class Job:
 
     def check(self) -> None:
         """Raises RequestError when the parts do not fit each other, as far as no file is needed to tell."""
-        check_fit(self.model, self.layout, self.data.sequence, self.train.batch)
+        check_fit(self.model, self.layout, self.sequence, self.train.batch)
         if self.train.reduce_dtype == "float32" and not (self.layout.zero and self.train.dtype == "bfloat16"):
             raise RequestError(
                 "train.reduce_dtype",
@@ -101,6 +106,17 @@ class Job:
                 "model.vocab",
                 f"model.vocab = {self.model.vocab} is smaller than the byte tokenizer's {ids} ids; {ids} would do",
             )
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence as the layout cuts it: data.sequence, with data.pad filled up to what can be cut."""
+        step = sequence_parts(self.layout) if self.data.pad else 1
+        return -(-self.data.sequence // step) * step
+
+    @property
+    def own_sequence(self) -> int:
+        """Tokens of a sequence that a context rank has."""
+        return self.sequence // self.layout.cp
 
     @property
     def micro_batch(self) -> int:

@@ -49,7 +49,8 @@ class Layout:
     )
     pp: int = described(1, "stages of the pipeline", low=1)
     schedule: str = described(
-        "1f1b", f"order of the pipeline's forwards and backwards: {', '.join(SCHEDULES)}, or a .csv file of instructions"
+        "1f1b",
+        f"order of the pipeline's forwards and backwards: {', '.join(SCHEDULES)}, or a .csv file of instructions",
     )
     v: int = derived("runs of layers (chunks) per stage; none or 0 = what the schedule has", low=0)
     stages: str = described(
@@ -78,6 +79,8 @@ class Layout:
         chunks = SCHEDULES.get(self.schedule, 1) if self.pp > 1 else 1
         resolve(self, micro_batches=2 * self.pp if self.pp > 1 else 1, v=chunks)
         object.__setattr__(self, "tp", _tensor(self.tp))
+        if self.ulysses > 1 and self.cp_kind == "zigzag":  # the default
+            object.__setattr__(self, "cp_kind", "hybrid")
         self._check_divides("hsdp", self.dp, "dp")
         self._check_divides("ulysses", self.cp, "cp")
         self._check_divides("ep", self.token_ranks, "dp x cp x tp" if self.etp == 1 else "dp x cp")
@@ -135,6 +138,16 @@ class Layout:
     def token_ranks(self) -> int:
         """Ranks that hold different tokens or, with etp = 1, could: the space that ep is carved out of."""
         return self.dp * self.cp * (self.tp_size if self.etp == 1 else 1)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks have different tokens and sum the gradients of all weights."""
+        return ("dp", "cp") if self.cp > 1 else ("dp",)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes over which ZeRO cuts model states."""
+        return ("shard" if self.hsdp > 1 else "dp", *self.data_axes[1:])
 
     @property
     def world(self) -> int:

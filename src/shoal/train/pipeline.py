@@ -27,7 +27,7 @@ class Pipeline:
         self.parts = [
             [name for name in parts if name.startswith(f"chunk {number} ")] for number in range(len(self.chunks))
         ]
-        shape = model.layers.residual(job.micro_batch, job.data.sequence)
+        shape = model.layers.residual(job.micro_batch, job.own_sequence)
         dtype = next(model.parameters()).dtype
         self.engine = Engine(schedule_of(job), world.group("pp"), self.chunks, shape, dtype, around=self._around)
 

@@ -47,11 +47,13 @@ def data_states(model: Decoder, job: Job, world: World, pieces: Sequence[Piece],
     named, decays = dict(model.named_parameters()), {p.parameter.name for p in pieces if p.parameter.decay}
     runs = {name: [(p.name, named[p.name]) for p in run] for name, run in parts.items()}
     if not cut.stage:
-        return DataParallel({name: Bucket(run, decays) for name, run in runs.items()}, world.group("dp"))
+        return DataParallel(
+            {name: Bucket(run, decays) for name, run in runs.items()}, world.group(job.layout.data_axes)
+        )
     return ZeRO(
         runs,
         decays,
-        world.group(cut.shard_axis),
+        world.group(job.layout.shard_axes),
         stage=cut.stage,
         modules=_users(model, runs) if cut.stage == 3 else {},
         kept=kept_units(list(runs), cut) if cut.stage == 3 else set(),

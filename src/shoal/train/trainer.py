@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +22,9 @@ from shoal.plan.pieces import pieces_of
 from shoal.plan.stages import chunks_of
 from shoal.plan.traffic import parts_of
 from shoal.spec.job import Job
-from shoal.train.data.share import MicroBatch
+from shoal.train.data.share import MicroBatch, filled
 from shoal.train.host import keep_freed_memory
-from shoal.train.layers import layers_of
+from shoal.train.layers import crossing_of, layers_of
 from shoal.train.optimizer import AdamW
 from shoal.train.pipeline import Pipeline
 from shoal.train.schedule import learning_rate
@@ -59,13 +60,17 @@ class Trainer:
 
     def __init__(self, job: Job, world: World, batches: Batches):
         self.job, self.world, self.batches = job, world, batches
-        self.data_group = world.group("dp")
+        self.data_group = world.group(job.layout.data_axes)
         keep_freed_memory(world.device)
         self.model_group = world.group(("tp", "pp"))  # the ranks that together hold the model once
         self.dtype = DTYPES[job.train.dtype]
         self.pieces, parts = pieces_of(job, world.rank), parts_of(job, world.rank)
         stages = chunks_of(job, world.mesh, world.rank)
-        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world), stages=stages)
+        crossing = crossing_of(job, world)
+        self.places = (
+            np.arange(job.sequence) if crossing is None else crossing.places(job.sequence)
+        )  # of the tokens here
+        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world), crossing, stages)
         initialise(self.model, job.model, job.train.seed, self.pieces)
         self.states = data_states(self.model, job, world, self.pieces, parts)
         pipelined = job.layout.pp > 1
@@ -132,14 +137,20 @@ class Trainer:
         return total / counted if counted else math.nan
 
     def _batch(self, micro_batch: MicroBatch, step: int) -> Batch:
-        """The micro-batch on this rank's device."""
-        device = self.world.device
-        tokens, targets = (torch.from_numpy(array).to(device) for array in (micro_batch.tokens, micro_batch.targets))
-        if not self.job.model.dropout:
-            return Batch(tokens, targets)
-        samples = torch.from_numpy(np.asarray(micro_batch.samples, dtype=np.int64)).to(device)
-        positions = torch.arange(tokens.shape[1], device=device)
-        return Batch(tokens, targets, dropout=DropoutKey(self.job.train.seed, step, samples, positions))
+        """What this rank has of the micro-batch, on its device: its part of every sequence, filled up where need be."""
+        whole = filled(micro_batch, self.job.sequence)
+        tensor = partial(torch.as_tensor, device=self.world.device)
+        tokens, targets = (tensor(np.ascontiguousarray(x[:, self.places])) for x in (whole.tokens, whole.targets))
+        documents = None if whole.documents is None else tensor(whole.documents)
+        places = tensor(self.places)
+        positions = None
+        if self.job.layout.cp > 1 or self.job.data.pad:
+            positions = places.clamp(max=self.job.model.positions_max - 1)[None]  # beyond are only filled-up ones
+        dropout = None
+        if self.job.model.dropout:
+            samples = tensor(np.asarray(micro_batch.samples, dtype=np.int64))
+            dropout = DropoutKey(self.job.train.seed, step, samples, places)
+        return Batch(tokens, targets, positions, documents, dropout)
 
     def _norm(self) -> float:
         """Global L2 norm of the gradients, each element counted once, whatever the layout."""

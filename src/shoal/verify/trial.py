@@ -24,9 +24,12 @@ class MadeUpBatches:
         tokens, targets = text[:, :-1], text[:, 1:].copy()
         kept = random.uniform(0.2, 1.0, (job.train.batch, 1))  # each sample keeps another part of its targets
         targets[random.uniform(size=targets.shape) > kept] = -100
+        documents = None
+        if job.data.packing == "packed":
+            documents = np.cumsum(random.uniform(size=targets.shape) < 4 / job.data.sequence, axis=1)
         samples = step * job.train.batch + np.arange(job.train.batch)
         return [
-            MicroBatch(tokens[part], targets[part], samples[part])
+            MicroBatch(tokens[part], targets[part], samples[part], None if documents is None else documents[part])
             for part in share(job.train.batch, job.layout.micro_batches, job.layout.dp, self.dp_rank)
         ]
 

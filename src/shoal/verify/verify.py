@@ -9,7 +9,7 @@ from shoal.launch.pool import Pool
 from shoal.plan.pieces import pieces_of
 from shoal.plan.traffic import step_transfers, times
 from shoal.spec.errors import divisors
-from shoal.spec.fit import check_fit
+from shoal.spec.fit import check_fit, exchanges, sequence_parts
 from shoal.spec.job import DataSpec, Job
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
@@ -54,20 +54,30 @@ def small_job(job: Job) -> Job:
     """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64."""
     layout = job.layout
     rows = layout.tp_grid[0] if layout.tp_grid else 1
-    sequence = multiple(min(job.data.sequence, 16), layout.tp_size if layout.sp else 1)
+    sequence = min(job.data.sequence, 16)
+    if not job.data.pad:
+        sequence = multiple(sequence, sequence_parts(layout))
     batch = multiple(2, rows) * layout.dp * layout.micro_batches
     train = replace(job.train, batch=batch, dtype="float64", reduce_dtype="same", bucket_mb=0.05, warmup=0)
-    small = Job(shrink(job.model, layout), layout, job.machine, replace(DataSpec(), sequence=sequence), train)
-    check_fit(small.model, layout, sequence, batch)
+    small = Job(
+        shrink(job.model, layout),
+        layout,
+        job.machine,
+        DataSpec(sequence=sequence, pad=job.data.pad, packing=job.data.packing),
+        train,
+    )
+    check_fit(small.model, layout, small.sequence, batch)
     return small
 
 
 def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
     """A small model of the same kind which the layout can cut: two blocks of about four heads, all mathematics kept."""
     parts = layout.tp_grid[0] if layout.tp_grid else layout.tp_size
-    heads, size = multiple(4, parts), 8
+    across = {"ulysses": layout.cp, "hybrid": layout.ulysses}.get(layout.cp_kind, 1)
+    heads, size = multiple(4, parts * across), 8
     shared = model.heads // model.kv_heads  # query heads to one KV head
     fitting = [kv for kv in divisors(heads) if kv % parts == 0 or parts % kv == 0]
+    fitting = [kv for kv in fitting if exchanges(heads // parts, max(1, kv // parts), across)]
     wanted = 1 if model.kv_heads == 1 else heads // min(shared, 2)
     of_its_own = model.head_size * model.heads != model.hidden
     return replace(
@@ -80,7 +90,7 @@ def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
         head_size=2 * size if of_its_own else size,
         ffn=48,
         vocab=min(model.vocab, 131),
-        positions_max=64,
+        positions_max=max(64, sequence_parts(layout)),
         window=min(model.window, 8) if model.window else None,
     )
 

@@ -28,18 +28,20 @@ def buckets(parameters: Sequence[Parameter], bucket_bytes: float, width: int) ->
     return runs
 
 
-def loss_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+def loss_transfers(ranks: int, rank: int, axis: str = "dp") -> Iterator[Transfer]:
     """Transfers of one step that only serve the loss, on one rank of the data axis.
 
     The global count of valid tokens before the first backward, and the loss that is reported.
     """
     if ranks > 1:
         scalar = traffic("all_reduce", 1, SCALAR, ranks, rank)
-        yield Transfer("forward", "dp", "all_reduce", *scalar)
-        yield Transfer("optimizer", "dp", "all_reduce", *scalar)
+        yield Transfer("forward", axis, "all_reduce", *scalar)
+        yield Transfer("optimizer", axis, "all_reduce", *scalar)
 
 
-def gradient_transfers(sizes: Sequence[int], ranks: int, rank: int, width: int, micro_batch: int) -> Iterator[Transfer]:
+def gradient_transfers(
+    sizes: Sequence[int], ranks: int, rank: int, width: int, micro_batch: int, axis: str = "dp"
+) -> Iterator[Transfer]:
     """Transfers of one step's gradients: each bucket once, during the backward of the last micro-batch.
 
     sizes: elements of the buckets; width: bytes per element. 2 (N-1)/N of the bytes, whatever the batch (spec DP-2).
@@ -47,14 +49,14 @@ def gradient_transfers(sizes: Sequence[int], ranks: int, rank: int, width: int, 
     if ranks > 1:
         for size in sizes:
             sent, received = traffic("all_reduce", size, width, ranks, rank)
-            yield Transfer("backward", "dp", "all_reduce", sent, received, micro_batch=micro_batch)
+            yield Transfer("backward", axis, "all_reduce", sent, received, micro_batch=micro_batch)
 
 
-def evaluation_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+def evaluation_transfers(ranks: int, rank: int, axis: str = "dp") -> Iterator[Transfer]:
     """Transfers of one evaluation on one rank: the sum of losses, then the count of valid tokens."""
     if ranks > 1:
         sent, received = traffic("all_reduce", 1, SCALAR, ranks, rank)
-        yield Transfer("evaluate", "dp", "all_reduce", 2 * sent, 2 * received, calls=2)
+        yield Transfer("evaluate", axis, "all_reduce", 2 * sent, 2 * received, calls=2)
 
 
 def state_bytes(parameters: int, dtype: str) -> dict[str, int]:

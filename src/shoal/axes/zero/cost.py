@@ -25,7 +25,8 @@ class Sharding:
 
     ranks: of the shard group; replicas: groups that hold the same shards (hybrid shard). literal: stage 1 sums whole
     gradients with an all-reduce instead of a reduce-scatter. reshard: when stage 3 frees a unit after forward.
-    width, reduce_width, master_width: bytes per element of weights, of gradients on the wire, of each optimizer state.
+    width, reduce_width, state_width: bytes per element of weights, of gradients on the wire, of each optimizer state; masters:
+    whether one of these is a copy of the weights. axis: name of the shard group.
     """
 
     stage: int
@@ -37,10 +38,7 @@ class Sharding:
     reduce_width: int = 4
     state_width: int = 4
     masters: bool = False
-
-    @property
-    def shard_axis(self) -> str:
-        return "shard" if self.replicas > 1 else "dp"
+    axis: str = "dp"
 
 
 def padded(count: int, ranks: int) -> int:
@@ -91,7 +89,7 @@ def step_transfers(
         yield from _gradients(wholes, cut, rank, micro_batches, sums)
         yield from _weights(wholes, cut, rank, micro_batches, kept_units(list(parts), cut), uses)
         sent, received = traffic("all_reduce", 1, SCALAR, cut.ranks, rank)
-        yield Transfer("optimizer", cut.shard_axis, "all_reduce", sent, received)  # squares for the gradient norm
+        yield Transfer("optimizer", cut.axis, "all_reduce", sent, received)  # squares for the gradient norm
     if cut.replicas > 1:
         for whole in wholes.values():
             sent, received = traffic("all_reduce", whole // cut.ranks, cut.reduce_width, cut.replicas, replica)
@@ -115,7 +113,7 @@ def _gradients(
         for name, whole in wholes.items():
             if micro_batches - 1 - micro_batch < sums.get(name, micro_batches):
                 sent, received = traffic(reduce, whole, cut.reduce_width, cut.ranks, rank)
-                yield Transfer("backward", cut.shard_axis, reduce, sent, received, micro_batch=micro_batch)
+                yield Transfer("backward", cut.axis, reduce, sent, received, micro_batch=micro_batch)
 
 
 def _weights(
@@ -125,7 +123,7 @@ def _weights(
     if cut.stage < 3:
         for whole in wholes.values():
             sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
-            yield Transfer("optimizer", cut.shard_axis, "all_gather", sent, received)
+            yield Transfer("optimizer", cut.axis, "all_gather", sent, received)
         return
     for micro_batch in range(micro_batches):
         for phase in ("forward", "backward"):
@@ -133,7 +131,7 @@ def _weights(
                 if phase == "forward" or name not in kept:
                     sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
                     for _ in range(uses.get(name, micro_batches) // micro_batches):
-                        yield Transfer(phase, cut.shard_axis, "all_gather", sent, received, micro_batch=micro_batch)
+                        yield Transfer(phase, cut.axis, "all_gather", sent, received, micro_batch=micro_batch)
 
 
 def evaluation_transfers(
@@ -149,7 +147,7 @@ def evaluation_transfers(
             if not calls:
                 continue
             sent, received = traffic("all_gather", padded(size, cut.ranks), cut.width, cut.ranks, rank)
-            yield Transfer("evaluate", cut.shard_axis, "all_gather", sent * calls, received * calls, calls=calls)
+            yield Transfer("evaluate", cut.axis, "all_gather", sent * calls, received * calls, calls=calls)
 
 
 def held_spans(parts: Parts, cut: Sharding, rank: int) -> list[list[Span]]:

@@ -18,14 +18,15 @@ IGNORED = -100  # a target that does not count
 class Dataset:
     """The samples of one split. The last eval_fraction of the samples is held out (one at least, if there are two).
 
-    stream: sample i is the i-th run of `sequence` tokens, with the next token of each as its target. documents: sample
+    stream and packed: sample i is the i-th run of `sequence` tokens, with the next token of each as its target. documents: sample
     i is document i, cut to `sequence` tokens or padded with targets that do not count.
     Raises RequestError naming data.sequence when the file is too short for a sample, data.path when it is so for any.
     """
 
     def __init__(self, tokens: str | Path, data: DataSpec, split: Literal["train", "eval"]):
-        self.file, self.sequence, self.packed = TokenFile.open(tokens), data.sequence, data.packing == "stream"
-        count = (len(self.file.tokens) - 1) // data.sequence if self.packed else len(self.file.ends)
+        self.file, self.sequence, self.packing = TokenFile.open(tokens), data.sequence, data.packing
+        self.cut = data.packing != "documents"  # anywhere
+        count = (len(self.file.tokens) - 1) // data.sequence if self.cut else len(self.file.ends)
         if count < 1:
             raise _too_short(self.file, data)
         held_out = min(count - 1, max(1, round(count * data.eval_fraction))) if data.eval_fraction else 0
@@ -48,9 +49,20 @@ class Dataset:
             raise damaged(self.file.path, f"it has ids outside its vocabulary of {self.file.vocab}")
         return tokens, targets
 
+    def documents(self, samples: np.ndarray) -> np.ndarray | None:
+        """The number of each token's document in the file, int64 (k, sequence); None where a sample is one text to all.
+
+        An end-of-document token belongs to the document that it ends.
+        """
+        if self.packing != "packed":
+            return None
+        starts = (self.first + np.asarray(samples, dtype=np.int64)) * self.sequence
+        places = starts[:, None] + np.arange(self.sequence)
+        return np.searchsorted(self.file.ends, places, side="right")
+
     def _span(self, sample: int) -> tuple[int, int]:
         """Where the sample's tokens lie: at most sequence + 1 of them."""
-        if self.packed:
+        if self.cut:
             return sample * self.sequence, (sample + 1) * self.sequence + 1
         start = int(self.file.ends[sample - 1]) if sample else 0
         return start, min(int(self.file.ends[sample]), start + self.sequence + 1)
@@ -68,7 +80,7 @@ class Batches:
         index = sample_index(step, train.batch, train.seed, self.dataset.samples)
         numbers = step * train.batch + np.arange(train.batch)
         return [
-            MicroBatch(*self.dataset.get(index[part]), numbers[part])
+            MicroBatch(*self.dataset.get(index[part]), numbers[part], self.dataset.documents(index[part]))
             for part in share(train.batch, layout.micro_batches, layout.dp, self.rank)
         ]
 
@@ -86,7 +98,7 @@ class Batches:
             filled = np.concatenate((part, np.zeros(size - len(part), numbers.dtype)))
             tokens, targets = self.dataset.get(filled)
             targets[len(part) :] = IGNORED
-            parts.append(MicroBatch(tokens, targets, filled))
+            parts.append(MicroBatch(tokens, targets, filled, self.dataset.documents(filled)))
         return parts
 
 
