@@ -130,7 +130,8 @@ def _report(taken, contenders, as_json):
     print(f"{'':{width}} {'tokens/s':>9} {'memory MiB':>11} {'last loss':>10}  speed and memory against")
     for row in rows:
         ratios = [
-            f"{row['speed_ratios'][peer]:.2f}x, {row['memory_ratios'][peer]:.2f}x {peer}" for peer in row["speed_ratios"]
+            f"{row['speed_ratios'][peer]:.2f}x, {row['memory_ratios'][peer]:.2f}x {peer}"
+            for peer in row["speed_ratios"]
         ]
         print(
             f"{row['name']:{width}} {row['tokens_per_s']:9,.0f} {row['peak_memory'] / 2**20:11,.0f} "

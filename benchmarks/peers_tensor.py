@@ -119,32 +119,20 @@ def parallelized(model, sequence):
     block = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
     block |= {name: RowwiseParallel(output_layouts=between) for name in ("out", "down")}
     if sequence:
-        ends["norm"] = SequenceParallel()
         # One gather behind each norm serves all column layers that follow it.
         gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-        block |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
-        for layer in model.blocks:
-            layer.attention_norm = Behind(layer.attention_norm)
-            layer.mlp_norm = Behind(layer.mlp_norm)
-            parallelize_module(
-                layer,
-                mesh,
-                {
-                    **{f"{norm}.norm": SequenceParallel() for norm in ("attention_norm", "mlp_norm")},
-                    **{f"{norm}.gather": PrepareModuleInput(**gathered) for norm in ("attention_norm", "mlp_norm")},
-                    **{name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
-                    **{name: RowwiseParallel(output_layouts=between) for name in ("out", "down")},
-                },
-            )
-        parallelize_module(model, mesh, ends)
-        return model
+        ends["norm"] = SequenceParallel()
+        for norm in ("attention_norm", "mlp_norm"):
+            block |= {f"{norm}.norm": SequenceParallel(), f"{norm}.gather": PrepareModuleInput(**gathered)}
     for layer in model.blocks:
+        if sequence:
+            layer.attention_norm, layer.mlp_norm = with_gather(layer.attention_norm), with_gather(layer.mlp_norm)
         parallelize_module(layer, mesh, block)
     parallelize_module(model, mesh, ends)
     return model
 
 
-def Behind(norm):  # noqa: N802
+def with_gather(norm):
     """A norm and the place behind it where torch's PrepareModuleInput can gather."""
     from torch import nn
 
