@@ -1,37 +1,29 @@
 """Data parallelism and ZeRO against torch's own: DDP, ZeroRedundancyOptimizer, FSDP2, on 2 ranks of this machine.
 
-Every contender trains the same decoder (shoal's) in the same dtype on the same tokens, in processes of its own, one
-thread per rank; all take a step in turn, round after round, each round in another order, so that a machine whose speed
-drifts drifts for all. The
-figures are medians of step time, tokens per second of all ranks together, the ratio to the peer, and the peak memory of
-a rank's process. Losses after the last step are shown too: equal mathematics gives equal losses.
+Every contender trains the same decoder (shoal's) in the same dtype on the same tokens.
 
     python benchmarks/peers_data.py [--rounds 15] [--dtype float32|bfloat16] [--json]
 """
 
-import argparse
-import json
-import os
-import random
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from harness import Contender, main
 
-CONTENDERS = {  # name: the peer it is held against
-    "torch DDP": None,
-    "shoal dp=2": "torch DDP",
-    "torch DDP + ZeroRedundancyOptimizer": None,
-    "shoal zero=1": "torch DDP + ZeroRedundancyOptimizer",
-    "torch FSDP2, reshard_after_forward=False": None,
-    "shoal zero=2": "torch FSDP2, reshard_after_forward=False",
-    "torch FSDP2": None,
-    "shoal zero=3": "torch FSDP2",
-}
 RANKS = 2
 SEQUENCE, BATCH = 256, 8  # of both ranks together
+DDP, REDUNDANCY = "torch DDP", "torch DDP + ZeroRedundancyOptimizer"
+KEEPING, FSDP = "torch FSDP2, reshard_after_forward=False", "torch FSDP2"
+CONTENDERS = {
+    name: Contender(RANKS, SEQUENCE * BATCH, against)
+    for name, against in {
+        DDP: (),
+        "shoal dp=2": (DDP,),
+        REDUNDANCY: (),
+        "shoal zero=1": (REDUNDANCY,),
+        KEEPING: (),
+        "shoal zero=2": (KEEPING,),
+        FSDP: (),
+        "shoal zero=3": (FSDP,),
+    }.items()
+}
 
 
 def job(dtype, layout):
@@ -45,7 +37,7 @@ def job(dtype, layout):
     return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=SEQUENCE), train)
 
 
-def stepper(name, rank, dtype):
+def stepper(name, rank, options):
     """A function that trains on step number n and returns the loss of this rank's part."""
     from shoal.comm.ledger import Ledger
     from shoal.comm.world import World
@@ -55,10 +47,10 @@ def stepper(name, rank, dtype):
 
     if name.startswith("shoal"):
         layout = "dp=2" if name == "shoal dp=2" else f"dp=2,{name.removeprefix('shoal ')}"
-        asked = job(dtype, layout)
+        asked = job(options.dtype, layout)
         trainer = Trainer(asked, World(Mesh.of(asked.layout), rank, Ledger()), MadeUpBatches(asked, rank))
         return lambda step: trainer.step(step).loss
-    return peer(name, rank, job(dtype, "dp=2"))
+    return peer(name, rank, job(options.dtype, "dp=2"))
 
 
 def peer(name, rank, asked):
@@ -126,97 +118,9 @@ def peer(name, rank, asked):
     return step
 
 
-def child(name, rank, store, dtype):
-    """One rank: a step for every line read, its seconds, loss and peak memory as the answer."""
-    import torch
-    import torch.distributed as dist
-
-    from shoal.train.display import peak_memory
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    step = stepper(name, rank, dtype)
-    for number, _ in enumerate(sys.stdin):
-        began = time.perf_counter()
-        loss = step(number)
-        print(json.dumps([time.perf_counter() - began, loss, peak_memory("cpu")]), flush=True)
-
-
-def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--dtype", default="float32")
-    options.add_argument("--only", nargs="*", default=list(CONTENDERS), help="names of the contenders to run")
-    options.add_argument("--json", action="store_true")
-    options.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    asked = options.parse_args()
-    if asked.child:
-        name, rank, store, dtype = asked.child
-        child(name, int(rank), store, dtype)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = {
-            name: [
-                subprocess.Popen(
-                    [sys.executable, __file__, "--child", name, str(rank), str(Path(folder, f"store{i}")), asked.dtype],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
-                for rank in range(RANKS)
-            ]
-            for i, name in enumerate(asked.only)
-        }
-        taken = {name: [] for name in asked.only}
-        for number in range(asked.rounds + 2):
-            order = list(ranks.items())
-            random.Random(number).shuffle(order)  # whoever runs after another finds the machine as that one left it
-            for name, pair in order:
-                for process in pair:
-                    print("step", file=process.stdin, flush=True)
-                answers = [json.loads(process.stdout.readline()) for process in pair]
-                if number > 1:  # two rounds to warm up
-                    seconds, losses, memory = zip(*answers, strict=True)
-                    taken[name].append((max(seconds), losses[0], max(memory)))
-            print(f"round {number + 1} of {asked.rounds + 2}", file=sys.stderr)
-        for pair in ranks.values():
-            for process in pair:
-                process.stdin.close()
-                process.wait()
-    report(taken, asked.json)
-
-
-def report(taken, as_json):
-    rows = []
-    for name in taken:
-        against = CONTENDERS[name] if CONTENDERS[name] in taken else None
-        seconds = statistics.median(second for second, _, _ in taken[name])
-        ratio = memory_ratio = None
-        if against:
-            ratio = statistics.median(b[0] / a[0] for a, b in zip(taken[name], taken[against], strict=True))
-            memory_ratio = taken[name][-1][2] / taken[against][-1][2]
-        rows.append(
-            {
-                "name": name,
-                "tokens_per_s": BATCH * SEQUENCE / seconds,
-                "speed_ratio": ratio,
-                "peak_memory": taken[name][-1][2],
-                "memory_ratio": memory_ratio,
-                "loss": taken[name][-1][1],
-            }
-        )
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    print(f"{'':42} {'tokens/s':>9} {'speed':>7} {'memory MiB':>11} {'memory':>7} {'last loss':>10}")
-    for row in rows:
-        ratios = [f"{row[key]:.2f}x" if row[key] else "" for key in ("speed_ratio", "memory_ratio")]
-        print(
-            f"{row['name']:42} {row['tokens_per_s']:9,.0f} {ratios[0]:>7} {row['peak_memory'] / 2**20:11,.0f} "
-            f"{ratios[1]:>7} {row['loss']:10.6f}"
-        )
+def options(parser):
+    parser.add_argument("--dtype", default="float32")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, CONTENDERS, stepper, options)

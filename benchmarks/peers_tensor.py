@@ -53,12 +53,12 @@ def stepper(name, rank, options):
 
 def plain(name, asked):
     import torch
-    from single import Plain, copy_weights
     from torch.distributed.tensor.parallel import loss_parallel
 
     from shoal.model.decoder import Decoder
     from shoal.model.init import initialise
     from shoal.verify.trial import MadeUpBatches
+    from single import Plain, copy_weights
 
     whole = Decoder(asked.model)
     initialise(whole, asked.model, asked.train.seed)
