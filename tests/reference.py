@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from shoal.axes.data.run import DataParallel
+from shoal.comm.collectives import Handle
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
@@ -16,7 +18,7 @@ from shoal.train.schedule import learning_rate
 from shoal.train.trainer import Trainer
 from shoal.verify.assemble import disagreement, whole_record
 from shoal.verify.compare import Record
-from shoal.verify.trial import MadeUpBatches
+from shoal.verify.trial import MadeUpBatches, trial
 
 MODELS = {
     "llama-like": ModelSpec(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, positions_max=16),
@@ -55,7 +57,7 @@ def plain_torch(job: Job) -> Record:
     for step in range(STEPS):
         (batch,) = MadeUpBatches(alone, 0).batch(step)
         read = reader._batch(batch, step)
-        logits = model(read.tokens, dropout=read.dropout)
+        logits = model(read.tokens, documents=read.documents, dropout=read.dropout)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), read.targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
@@ -78,3 +80,13 @@ def differing(job: Job, records: list[Record]) -> str | None:
     return disagreement(
         [record.weights for record in records], [pieces_of(job, rank) for rank in range(job.layout.world)]
     )
+
+
+def trial_without_sync(rank, world, job, steps):
+    """A trial whose data ranks forget to sum their gradients."""
+    leave = DataParallel._leave
+    DataParallel._leave = lambda self, place: self.in_flight.update({place: Handle(self.buckets[place].gradients)})
+    try:
+        return trial(rank, world, job, steps)
+    finally:
+        DataParallel._leave = leave  # the pool's ranks live on

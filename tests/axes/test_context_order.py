@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from shoal.axes.context import order
+from shoal.spec.build import job_from_tree
 from shoal.spec.errors import RequestError
+from shoal.spec.fit import context_parts, exchanges
 
 CASES = [
     *[(kind, ranks, 1) for kind in ("ring", "zigzag", "striped", "allgather", "ulysses") for ranks in (1, 2, 3, 4, 8)],
@@ -14,7 +16,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "ranks", "ulysses"), CASES)
 def test_shares_are_equal_ascending_and_make_up_the_sequence(kind, ranks, ulysses):
-    sequence = 2 * order.unit(kind, ranks, ulysses)
+    sequence = 2 * context_parts(kind, ranks, ulysses)
     shares = [order.places(kind, sequence, ranks, rank, ulysses) for rank in range(ranks)]
     assert all(len(share) == sequence // ranks and (np.diff(share) > 0).all() for share in shares)
     whole = np.random.default_rng(0).normal(size=sequence)
@@ -31,13 +33,15 @@ def test_shares_by_hand():
 
 
 @pytest.mark.parametrize(("kind", "ranks", "ulysses"), CASES)
-def test_padding_is_the_shortest_that_can_be_cut(kind, ranks, ulysses):
+def test_sequences_are_filled_up_to_the_shortest_that_can_be_cut(kind, ranks, ulysses):
+    layout = f"cp={ranks},cp_kind={kind},ulysses={ulysses}"
     for sequence in range(1, 50):
-        padded = order.padded(kind, sequence, ranks, ulysses)
-        order.check_sequence(kind, padded, ranks, ulysses)
-        for shorter in range(sequence, padded):
-            with pytest.raises(RequestError):
-                order.check_sequence(kind, shorter, ranks, ulysses)
+        tree = {"layout": layout, "model": {"hidden": 48, "heads": 24}}
+        filled = job_from_tree(tree | {"data": {"sequence": sequence, "pad": True}}).sequence
+        job_from_tree(tree | {"data": {"sequence": filled}}).check()
+        for shorter in range(sequence, filled):
+            with pytest.raises(RequestError, match=f"{filled}.* would, or data.pad=true"):
+                job_from_tree(tree | {"data": {"sequence": shorter}}).check()
 
 
 def seen(queries, keys, causal, window):
@@ -95,25 +99,9 @@ def test_a_window_ends_a_contiguous_ring_early():
     assert order.steps("ring", 64, 8, causal=False, window=9) == 8
 
 
-@pytest.mark.parametrize(
-    ("asked", "field", "would_do"),
-    [
-        (("zigzag", 20, 4, 4, 8), "data.sequence", "16 or 32 would do"),
-        (("ring", 3, 4, 4, 4), "data.sequence", "; 4 would do"),
-        (("hybrid", 20, 4, 4, 8, 2), "data.sequence", "16 or 24 would do"),
-        (("ulysses", 24, 8, 8, 3), "layout.cp", "1, 2, 4 or 8 would do"),
-        (("ulysses", 24, 6, 2, 3), "layout.cp", "1, 2 or 6 would do"),  # 2 KV heads among 3 ranks
-        (("ulysses", 32, 4, 4, 8), "layout.cp", "1, 2 or 4 would do"),
-        (("hybrid", 48, 4, 2, 6, 3), "layout.ulysses", "1, 2 or 4 would do"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_with_what_could(asked, field, would_do):
-    with pytest.raises(RequestError, match=would_do) as error:
-        order.check(*asked)
-    assert error.value.field == field and "\n" not in str(error.value)
-
-
-def test_heads_that_can_be_shared_out():
+def test_heads_that_an_all_to_all_can_share_out():
+    """All that cut the query heads evenly, and either the KV heads or the ranks among the KV heads."""
     for heads, kv_heads, ranks in ((8, 8, 8), (8, 4, 8), (8, 2, 4), (8, 1, 8), (6, 3, 3), (32, 8, 16)):
-        order.check("ulysses", 8 * ranks, heads, kv_heads, ranks)
-    order.check("zigzag", 24, 5, 5, 3)  # a ring takes any number
+        assert exchanges(heads, kv_heads, ranks)
+    for heads, kv_heads, ranks in ((8, 8, 3), (4, 4, 8), (6, 2, 3), (12, 4, 6)):
+        assert not exchanges(heads, kv_heads, ranks)

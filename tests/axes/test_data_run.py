@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import MODELS, STEPS, differing, job, plain_torch
-from shoal.axes.data.run import DataParallel
-from shoal.comm.collectives import Handle
+from reference import MODELS, STEPS, differing, job, plain_torch, trial_without_sync
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.mesh import Mesh
@@ -106,15 +104,6 @@ def test_a_rank_without_the_all_reduce_is_caught(pool):
 def plain_torch_steps(job, steps):
     truth = plain_torch(job)
     return Record(truth.losses[:steps], truth.grad_norms[:steps], truth.gradients[:steps], truth.weights, [])
-
-
-def trial_without_sync(rank, world, job, steps):
-    leave = DataParallel._leave
-    DataParallel._leave = lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
-    try:
-        return trial(rank, world, job, steps)
-    finally:
-        DataParallel._leave = leave  # the pool's ranks live on
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_says_so(pool):

@@ -20,8 +20,7 @@ LLAMA = {"model": {"preset": "llama3.1-8b"}}
         ),
         (
             {**LLAMA, "layout": "tp=5"},
-            "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads evenly; "
-            "1, 2, 4, 8, 16 or 32 would",
+            "layout.tp = 5 does not cut the model's 32 heads, 8 KV heads evenly; 1, 2, 4, 8, 16 or 32 would",
         ),
         (
             {**LLAMA, "layout": "tp=3x3", "train": {"batch": 32}},
@@ -38,14 +37,18 @@ LLAMA = {"model": {"preset": "llama3.1-8b"}}
         ),
         ({"layout": "pp=2,v=4"}, "layout.v = 4 with pp=2 wants 8 layers, the model has 4; at most 2 would do"),
         ({"data": {"sequence": 4096}}, "data.sequence = 4096 is longer than model.positions_max = 2048; 2048 would do"),
-        ({"layout": "cp=3"}, "data.sequence = 256 does not divide into the 6 parts of layout cp=3; 252 or 258 would"),
+        (
+            {"layout": "cp=3"},
+            "data.sequence = 256 does not divide into the 6 parts of layout cp=3; 252 or 258 would, or data.pad=true",
+        ),
         (
             {"layout": "tp=4,sp", "data": {"sequence": 250}},
-            "data.sequence = 250 does not divide into the 4 parts of layout tp=4,sp; 248 or 252 would",
+            "data.sequence = 250 does not divide into the 4 parts of layout tp=4,sp; 248 or 252 would, or data.pad=true",
         ),
         (
             {"layout": "cp=8,cp_kind=ulysses"},
-            "layout.cp = 8 does not divide the 4 heads of a tensor rank, which ulysses hands around; 1, 2 or 4 would",
+            "layout.cp = 8 cannot share out the 4 heads and 4 KV heads of a tensor rank, which ulysses hands around; "
+            "1, 2 or 4 would, or cp_kind=zigzag",
         ),
         ({"model": {"vocab": 100}}, "model.vocab = 100 is smaller than the byte tokenizer's 257 ids; 257 would do"),
     ],

@@ -4,15 +4,13 @@ import json
 
 import pytest
 
+from reference import trial_without_sync
 from shoal.axes.data import cost
-from shoal.axes.data.run import DataParallel
 from shoal.cli.main import main
-from shoal.comm.collectives import Handle
 from shoal.plan import traffic
 from shoal.spec.build import job_from_tree
 from shoal.spec.layout import Layout
 from shoal.spec.presets import MODELS
-from shoal.verify.trial import trial
 from shoal.verify.verify import shrink, small_job, verify
 
 
@@ -38,15 +36,6 @@ def test_a_dropped_all_reduce_is_named(pool):
     assert any(line.startswith("grad: gradient of ") for line in verdict.failures)
     assert any("differs between rank 0 and rank 1" in line for line in verdict.failures)
     assert any("backward all_reduce over dp: rank 0 planned" in line for line in verdict.failures)
-
-
-def trial_without_sync(rank, world, job, steps):
-    leave = DataParallel._leave
-    DataParallel._leave = lambda self, bucket: self.in_flight.append(Handle(bucket.gradients))
-    try:
-        return trial(rank, world, job, steps)
-    finally:
-        DataParallel._leave = leave
 
 
 def test_a_wrong_cost_is_named(pool, monkeypatch):

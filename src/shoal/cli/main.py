@@ -16,6 +16,7 @@ from shoal.train.summary import NotFinite
 COMMANDS = {
     "train": "train a model under a layout: on this machine's processes, or joining torchrun's or Slurm's",
     "verify": "prove that a layout computes what one process computes and sends what the plan says",
+    "convert": "put the whole weights of a checkpoint into one safetensors file",
     "tokenize": "turn text, JSONL or a folder into a token file",
 }
 

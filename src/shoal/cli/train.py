@@ -16,11 +16,13 @@ from rich.table import Table
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.launch.cluster import Place, find_place
 from shoal.launch.local import Stopped, check_port, run_local
-from shoal.plan.runnable import refuse_unbuilt
+from shoal.plan.runnable import refuse_clipping, refuse_idle, refuse_updates
+from shoal.plan.stages import check_pipeline
 from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
+from shoal.train.checkpoint.fit import check_resume
 from shoal.train.summary import Summary
 from shoal.verify.audit import audit
 
@@ -33,8 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     job = read_job(arguments, BASE)
-    refuse_unbuilt(job.layout)
+    refuse_idle(job.layout)
+    check_pipeline(job.layout, job.model.tied, job.model.layers)
     job.check()
+    refuse_updates(job.layout, job.model)
+    refuse_clipping(job)
     if arguments.dump_config:
         if arguments.json:
             print_json(job_to_tree(job))
@@ -48,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if place is None:
         check_port(job.machine.port)
     _check_data(job)
+    check_resume(job)
     with _folder(out, alone=place is None or place.rank == 0):
         try:
             if place is not None or job.layout.world == 1:

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.cli.train import BASE as TRAIN_BASE
-from shoal.plan.runnable import refuse_unbuilt
+from shoal.plan.runnable import refuse_idle, refuse_updates
+from shoal.plan.stages import check_pipeline
 from shoal.spec.errors import RequestError
 from shoal.spec.toml import job_toml
 
@@ -25,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.steps = None  # here: how many steps to compare, not the job's length
     # A job file's own sizes stand on what `shoal train` would put under them; else a model that shows most.
     job = read_job(arguments, TRAIN_BASE if arguments.job else BASE)
-    refuse_unbuilt(job.layout)
+    refuse_idle(job.layout)
+    check_pipeline(job.layout, job.model.tied)
+    refuse_updates(job.layout, job.model)
     if job.machine.device == "cuda":
         raise RequestError(
             "machine.device", "machine.device = cuda: shoal verify computes on the CPU; auto or cpu would do"

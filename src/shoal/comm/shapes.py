@@ -11,7 +11,7 @@ def into(out: Tensor | None, x: Tensor) -> Tensor:
     """x itself, or `out` filled with it."""
     if out is None:
         return x.contiguous()
-    if out.data_ptr() != x.data_ptr():
+    if not out.is_set_to(x):
         out.copy_(x)
     return out
 

@@ -41,7 +41,8 @@ class World:
     """This rank among all of a mesh's, once torch.distributed is initialised with mesh.world processes.
 
     device: where this rank's tensors live. timeout: seconds after which a waiting collective gives up; None keeps that
-    of torch.distributed's own initialisation.
+    of torch.distributed's own initialisation. alone: whether no other rank runs (comm/rehearsal.py), so that only this
+    rank's own groups are made.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class World:
         ledger: Ledger,
         device: torch.device | str = "cpu",
         timeout: float | None = None,
+        alone: bool = False,
     ):
         assert mesh.world == 1 or dist.get_world_size() == mesh.world, "the mesh and torch.distributed differ in size"
         self.mesh, self.rank, self.ledger, self.device = mesh, rank, ledger, torch.device(device)
+        self.alone = alone
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self._process_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
@@ -95,6 +98,9 @@ class World:
         if len(partition) == 1:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        if self.alone:
+            own = next(ranks for ranks in partition if self.rank in ranks)
+            return dist.new_group(list(own), use_local_synchronization=True)
         # Everybody makes every group, in one order: torch counts them to name them.
         made = [dist.new_group(list(ranks), timeout=self.timeout) for ranks in partition]
         return next(group for ranks, group in zip(partition, made, strict=True) if self.rank in ranks)

@@ -4,7 +4,7 @@ For float32 on CPUs torch calls MKL, which uses half of what processors not made
 where float32 is as exact and all are served alike; here large float32 products on CPUs go there, eager or compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,24 @@ class PutOff:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Tensor, list[Callable[[], Tensor]]] = {}
+        self._waiting: dict[Tensor, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {}
 
     def __len__(self) -> int:
         """How many parameters wait."""
         return len(self._waiting)
 
-    def add(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Leaves `parameter`'s gradient, which `compute` returns, for later."""
+    def add(self, parameter: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
+        """Leaves `parameter`'s gradient, compute(*inputs), for later."""
         # Hooks on saved tensors give a function another tensor in place of its parameter: gradients put there are lost.
         own = isinstance(parameter, nn.Parameter) or parameter.grad_fn is not None
         assert own, "put off the parameter itself or a view of it, not what ctx.saved_tensors has for it"
-        self._waiting.setdefault(parameter, []).append(compute)
+        self._waiting.setdefault(parameter, []).append((compute, inputs))
+
+    def inputs(self) -> Iterator[Tensor]:
+        """The tensors that are kept for the gradients left."""
+        for computes in self._waiting.values():
+            for _, inputs in computes:
+                yield from inputs
 
     def take(self) -> "PutOff":
         """Everything left so far, as a queue of its own; this one is empty then."""
@@ -50,10 +56,16 @@ class PutOff:
             parameter = next(iter(self._waiting))
             computes = self._waiting.pop(parameter)
             with torch.no_grad():
-                gradient = computes.pop(0)()
+                gradient = _next(computes)
                 while computes:
-                    gradient = gradient + computes.pop(0)()
+                    gradient = gradient + _next(computes)
             torch.autograd.backward([parameter], [gradient])
+
+
+def _next(computes: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]) -> Tensor:
+    """The first of some gradients left, which is taken out and its inputs with it."""
+    compute, inputs = computes.pop(0)
+    return compute(*inputs)
 
 
 class Linear(nn.Linear):
@@ -112,9 +124,14 @@ def put_off_weight(queue: PutOff, weight: Tensor, bias: Tensor | None, gradient:
     """
     x = x.detach()  # else it would keep the graph behind it alive, and the micro-batch's input
     if weight.requires_grad:
-        queue.add(weight, lambda: weight_gradient(gradient, x))
+        queue.add(weight, weight_gradient, gradient, x)
     if bias is not None and bias.requires_grad:
-        queue.add(bias, lambda: gradient.flatten(0, -2).sum(dim=0))
+        queue.add(bias, bias_gradient, gradient)
+
+
+def bias_gradient(gradient: Tensor) -> Tensor:
+    """gradient (..., out) -> the sum over tokens (out,)."""
+    return gradient.flatten(0, -2).sum(dim=0)
 
 
 def _for_onednn(x: Tensor, columns: int) -> bool:

@@ -1,10 +1,13 @@
 """Causal attention: softmax(Q K^T / sqrt(d)) V over the keys that a query may see."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.axes.context.run import ContextAttention, View
+from shoal.axes.recompute.run import Cheap, remade
 from shoal.kernels.norm import RMSNorm
 from shoal.model.layers import Layers
 from shoal.model.rope import Rotation, rotated
@@ -63,10 +66,14 @@ class Attention(nn.Module):
     """Self-attention with grouped KV heads (Ainslie et al. 2023), each rank over its own heads; x (b, s, h) -> (b, s, h).
 
     crossing: attends across context ranks, of which each has a part of the sequence; None: the sequence is whole here.
+    selective: whether normed and turned queries and keys are made again in backward.
     """
 
-    def __init__(self, spec: ModelSpec, layers: Layers, crossing: ContextAttention | None = None):
+    def __init__(
+        self, spec: ModelSpec, layers: Layers, crossing: ContextAttention | None = None, selective: bool = False
+    ):
         super().__init__()
+        self.selective = selective
         self.crossing = crossing
         self.heads, self.kv_heads, self.head_size = layers.heads, layers.kv_heads, spec.head_size
         self.window = spec.window
@@ -83,14 +90,22 @@ class Attention(nn.Module):
             .unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
             .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         )
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = rotated(q, turn), rotated(k, turn)
-        if self.crossing is None:
-            assert not isinstance(seen, View)
-            y = attend(q, k, v, seen, self.window)
-        else:
+
+        def attended(q: Tensor, k: Tensor) -> Tensor:
+            if self.crossing is None:
+                assert not isinstance(seen, View)
+                return attend(q, k, v, seen, self.window)
             assert isinstance(seen, View)
-            y = self.crossing(q, k, v, seen)
+            return self.crossing(q, k, v, seen)
+
+        q_norm, k_norm = (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
+        cheap = Cheap(partial(_placed, norm=q_norm, turn=turn), (q,)), Cheap(partial(_placed, norm=k_norm, turn=turn), (k,))
+        # Under a mask attention works on copies and slices of queries and keys.
+        y = remade(attended, *cheap, wanted=self.selective and not isinstance(seen, Tensor))
         return self.out(y.flatten(2))
+
+
+def _placed(x: Tensor, norm: nn.Module | None, turn: Rotation | None) -> Tensor:
+    """Queries or keys as attention takes them."""
+    x = x if norm is None else norm(x)
+    return x if turn is None else rotated(x, turn)

@@ -45,14 +45,16 @@ class Decoder(nn.Module):
         self.crossing = crossing
         self.stages = [Stage(range(spec.layers), first=True, last=True)] if stages is None else list(stages)
         first, last = (any(getattr(stage, end) for stage in self.stages) for end in ("first", "last"))
-        held = sorted(layer for stage in self.stages for layer in stage.layers)
+        modes = {layer: stage.mode(layer) for stage in self.stages for layer in stage.layers}
         with torch.device("meta"):  # torch's layers would spend seconds on random weights that are replaced anyway
             self.embedding = self.layers.embedding() if first or (last and spec.tied) else None
             if self.embedding is not None and not first:
                 self.embedding.register_parameter("positions", None)  # only the head's matrix is wanted here
-            self.blocks = nn.ModuleDict({str(layer): Block(spec, self.layers, crossing) for layer in held})
+            self.blocks = nn.ModuleDict(
+                {str(layer): Block(spec, self.layers, crossing, modes[layer]) for layer in sorted(modes)}
+            )
             self.head = self.layers.head() if last else None
-        self.to(dtype).to_empty(device=device)
+        _give_memory(self, dtype, device)
 
     def forward(
         self,
@@ -155,6 +157,15 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         assert isinstance(weight, Tensor)
         return weight
+
+
+def _give_memory(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Puts new tensors, memory as found, in the place of all parameters and buffers, which fake ones could not leave."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=device)))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, torch.empty_like(buffer, dtype=dtype, device=device))
 
 
 class Chunk(nn.Module):

@@ -15,15 +15,17 @@ from shoal.axes.piece import Piece, everything
 from shoal.spec.inventory import inventory
 from shoal.spec.model import ModelSpec
 
-_BLOCK = 64  # rows of one stream
+_BLOCK = 64  # rows of one stream; of experts, whose rows are matrices, one
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, spec: ModelSpec, seed: int, pieces: Sequence[Piece] | None = None) -> None:
-    """Fills every parameter of a Decoder built from `spec` as the inventory says.
+    """Fills every parameter of a Decoder built from `spec` as the inventory says; its buffers with zeros.
 
     pieces: what this rank keeps of each parameter, by default all of it; padding becomes zero.
     """
+    for buffer in module.buffers():
+        buffer.zero_()
     parameters = dict(module.named_parameters())
     for piece in pieces if pieces is not None else map(everything, inventory(spec)):
         entry = piece.parameter
@@ -34,8 +36,9 @@ def initialise(module: nn.Module, spec: ModelSpec, seed: int, pieces: Sequence[P
             parameter.fill_(1 if entry.init == "ones" else 0)
             continue
         for run in piece.runs[0]:
-            for start in range(run.start, run.stop, _BLOCK):
-                stop = min(start + _BLOCK, run.stop)
+            step = _block_rows(entry.shape)
+            for start in range(run.start, run.stop, step):
+                stop = min(start + step, run.stop)
                 drawn = rows(entry.name, entry.shape, entry.std, seed, start, stop)
                 here = slice(run.at + start - run.start, run.at + stop - run.start)
                 for there, columns in Piece(entry, piece.shape[1:], piece.runs[1:]).blocks():
@@ -45,9 +48,10 @@ def initialise(module: nn.Module, spec: ModelSpec, seed: int, pieces: Sequence[P
 
 def rows(name: str, shape: Sequence[int], std: float, seed: int, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of the fresh parameter `name` of that whole shape: float32, normal with the deviation std."""
-    first = start // _BLOCK
-    drawn = [_block(name, shape, seed, block) for block in range(first, -(-stop // _BLOCK))]
-    origin = first * _BLOCK
+    step = _block_rows(shape)
+    first = start // step
+    drawn = [_block(name, shape, seed, block) for block in range(first, -(-stop // step))]
+    origin = first * step
     drawn.append(np.empty((0, *shape[1:]), np.float32))  # so that no rows are rows as well
     return torch.from_numpy(np.concatenate(drawn)[start - origin : stop - origin] * np.float32(std))
 
@@ -56,5 +60,10 @@ def _block(name: str, shape: Sequence[int], seed: int, block: int) -> np.ndarray
     """The block's standard normal rows. Its stream's key is a blake2b hash: Python's own differs between processes."""
     key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
     random = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype=np.uint64)))
-    count = min(_BLOCK, shape[0] - block * _BLOCK)
+    step = _block_rows(shape)
+    count = min(step, shape[0] - block * step)
     return random.standard_normal((count, *shape[1:]), dtype=np.float32)
+
+
+def _block_rows(shape: Sequence[int]) -> int:
+    return _BLOCK if len(shape) < 3 else 1

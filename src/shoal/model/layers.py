@@ -12,6 +12,7 @@ class Layers(Protocol):
     """The layers of one rank. axes/tensor has them for ranks in a row (one rank: plain layers), axes/tensor2d for grids.
 
     heads, kv_heads, ffn: of this rank. width: features of hidden that lie on this rank between layer pairs.
+    norm_is_local: whether a norm asks no other rank.
     """
 
     heads: int
@@ -22,6 +23,8 @@ class Layers(Protocol):
     def width(self) -> int: ...
     @property
     def ledger(self) -> Ledger: ...
+    @property
+    def norm_is_local(self) -> bool: ...
     def embedding(self) -> nn.Module:
         """tokens and positions, int64 (b or 1, s) -> the rank's part of (b, s, h)."""
         ...

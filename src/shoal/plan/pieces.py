@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from shoal.axes.expert import cut as expert
 from shoal.axes.piece import Piece, Share
 from shoal.axes.tensor import cut as tensor
 from shoal.axes.tensor2d import cut as tensor2d
@@ -41,8 +42,12 @@ def names_by_chunk(job: Job, rank: int) -> list[set[str]]:
 
 
 def _cut(job: Job, mesh: Mesh, rank: int, parameter: Parameter) -> Piece:
-    """What the tensor axis leaves `rank` of a parameter."""
+    """What the tensor and the expert axis leave `rank` of a parameter."""
     layout = job.layout
+    if parameter.mixture:
+        ep, tp = mesh.coordinate("ep", rank), mesh.coordinate("tp", rank)
+        place = expert.Place(layout.ep, ep, layout.tp_size, tp, cut=layout.etp > 1, sequence=layout.sp)
+        return expert.piece(parameter, place)
     if layout.tp_grid:
         # rank (i, j) is number i of its column and number j of its row
         row, column = mesh.coordinate("column", rank), mesh.coordinate("row", rank)

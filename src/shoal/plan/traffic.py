@@ -10,12 +10,13 @@ from shoal.axes.piece import shared_runs
 from shoal.axes.pipeline import cost as pipeline
 from shoal.axes.pipeline.evaluation import forward_only
 from shoal.axes.pipeline.stage import Stage
+from shoal.axes.recompute.cost import repeated_transfers
 from shoal.axes.tensor import cost as tensor
 from shoal.axes.tensor2d import cost as tensor2d
 from shoal.axes.zero import cost as zero
 from shoal.mesh import Mesh
 from shoal.plan.pieces import TIED, mesh_of, names_by_chunk, pieces_of
-from shoal.plan.stages import chunks_of, schedule_of, stages_of
+from shoal.plan.stages import chunks_of, mini_batches, schedule_of, stages_of
 from shoal.spec.inventory import Parameter
 from shoal.spec.job import WIDTH, Job
 from shoal.transfer import Transfer, traffic
@@ -66,29 +67,39 @@ def parts_of(job: Job, rank: int) -> zero.Parts:
 
 def step_transfers(job: Job, rank: int) -> list[Transfer]:
     """Every transfer of one training step on `rank`, in closed form."""
-    mesh, layout, cut, parts = mesh_of(job), job.layout, sharding(job), parts_of(job, rank)
-    stage, shard = mesh.coordinate("pp", rank), _shard(job, mesh, rank)
-    place = _place(mesh, layout.data_axes, rank)
-    transfers: list[Transfer] = [*data.loss_transfers(*place)]
+    mesh, layout, updates = mesh_of(job), job.layout, mini_batches(job)
+    transfers: list[Transfer] = [*data.loss_transfers(*_place(mesh, layout.data_axes, rank), len(updates))]
     for micro_batch in range(layout.micro_batches):
         transfers += _micro_batch(job, mesh, rank, micro_batch)
     if layout.pp > 1:
+        stage = mesh.coordinate("pp", rank)
         transfers += pipeline.step_transfers(schedule_of(job), stage, _message(job))
         transfers += pipeline.scalar_transfers(layout.pp, stage)
-    seen = layout.micro_batches  # by each stage; a stage that exists twice sees half
+    for run in updates:
+        transfers += _update(job, mesh, rank, run)
+    return transfers
+
+
+def _update(job: Job, mesh: Mesh, rank: int, run: range) -> Iterator[Transfer]:
+    """What it takes to update the weights of `rank` once, with the gradients of a run of micro-batches."""
+    layout, cut, parts, shard = job.layout, sharding(job), parts_of(job, rank), _shard(job, mesh, rank)
+    seen = len(run)  # by each stage; a stage that exists twice sees half
     if layout.pp > 1:
         seen //= len(schedule_of(job).routes)
     if cut.stage:
         # What two chunks of a rank use is summed at the end of the step alone.
         uses = {TWICE: seen * 2}, {TWICE: 1}
-        transfers += zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen, *uses)
+        for transfer in zero.step_transfers(parts, cut, shard, mesh.coordinate("replicate", rank), seen, *uses):
+            within = transfer.micro_batch
+            yield transfer if within is None else replace(transfer, micro_batch=run.start + within)
     else:
-        transfers += data.gradient_transfers(zero.sizes(parts), place[0], place[1], cut.width, seen - 1, place[2])
-    transfers += _shared(job, parts, cut, mesh, rank)
-    transfers += tensor.norm_transfers(layout.tp_size, mesh.coordinate("tp", rank))
+        ranks, place, axis = _place(mesh, layout.data_axes, rank)
+        last = run.start + seen - 1
+        yield from data.gradient_transfers(zero.sizes(parts), ranks, place, cut.width, last, axis)
+    yield from _shared(job, parts, cut, mesh, rank)
+    yield from tensor.norm_transfers(layout.tp_size, mesh.coordinate("tp", rank))
     if job.train.offload != "none":
-        transfers += zero.offload_transfers(parts, cut, shard, job.train.offload)
-    return transfers
+        yield from zero.offload_transfers(parts, cut, shard, job.train.offload)
 
 
 def evaluation_transfers(job: Job, rank: int, forwards: int) -> list[Transfer]:
@@ -138,10 +149,12 @@ def _message(job: Job) -> int:
 def _micro_batch(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> Iterator[Transfer]:
     """What the tensor and the context axis move for one micro-batch, in the stages that `rank` has of it."""
     for stage in _stages_for(job, mesh, rank, micro_batch):
-        yield from _tensor(job, mesh, rank, stage, micro_batch)
+        moved = [*_tensor(job, mesh, rank, stage, micro_batch)]
         if job.layout.cp > 1:
             for layer in stage.layers:
-                yield from context.transfers(crossing(job), layer, micro_batch)
+                moved += context.transfers(crossing(job), layer, micro_batch)
+        yield from moved
+        yield from repeated_transfers(moved, stage.full())
 
 
 def _tensor(job: Job, mesh: Mesh, rank: int, stage: Stage, micro_batch: int) -> Iterator[Transfer]:
@@ -200,7 +213,7 @@ def _stages_for(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> list[Stage
 
 
 def _shared(job: Job, parts: zero.Parts, cut: zero.Sharding, mesh: Mesh, rank: int) -> Iterator[Transfer]:
-    """Partial gradients of what several ranks keep, summed once a step in the buffers of the data axis."""
+    """Partial gradients of what several ranks keep, summed before an update in the buffers of the data axis."""
     pieces = pieces_of(job, rank)
     named = {piece.parameter.name: piece for piece in pieces}
     held = zero.held_spans(parts, cut, _shard(job, mesh, rank))

@@ -67,9 +67,9 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
             f"model.preset = {shown(name)} is unknown; {would_do} would do (presets: {', '.join(MODELS)})",
         )
     merged = {"name": name, **MODELS[name], **given}
-    rope = given.get("rope")
-    if isinstance(rope, Mapping):
-        merged["rope"] = {**MODELS[name].get("rope", {}), **rope}
+    for inner in ("rope", "moe"):
+        if isinstance(given.get(inner), Mapping):
+            merged[inner] = {**MODELS[name].get(inner, {}), **given[inner]}
     return merged
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from shoal.spec.errors import RequestError, refuse_choice, shown, unknown_field
-from shoal.spec.fields import choices_of, hints, typed, walk
+from shoal.spec.fields import choices_of, hints, inside, typed, walk
 
 Spec = TypeVar("Spec")
 
@@ -35,10 +35,13 @@ def build(cls: type[Spec], tree: Any, section: str, known: Sequence[str] = ()) -
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name, annotation = f"{section}.{key}", annotations[key]
-        if dataclasses.is_dataclass(annotation):
-            values[key] = build(typing.cast(type, annotation), value, name, names)
-        else:
+        inner = inside(annotation)
+        if inner is None:
             values[key] = convert(value, annotation, name, fields[key].default)
+        elif annotation is not inner and _is_none(value):
+            values[key] = None
+        else:
+            values[key] = build(inner, value, name, names)
     return cls(**values)
 
 
@@ -58,7 +61,7 @@ def convert(value: Any, annotation: Any, name: str, default: Any) -> Any:
 
 def _union(value: Any, options: Sequence[Any], name: str, default: Any) -> Any:
     """X | None, where "none" stands for None, and int | str, where a whole number is taken as one."""
-    if type(None) in options and (value is None or (isinstance(value, str) and value.strip().lower() == "none")):
+    if type(None) in options and _is_none(value):
         return None
     refusals = []
     for option in options:
@@ -68,6 +71,10 @@ def _union(value: Any, options: Sequence[Any], name: str, default: Any) -> Any:
         except RequestError as refused:
             refusals.append(refused)
     raise refusals[0]
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() == "none")
 
 
 def _whole(value: Any, name: str, default: Any) -> int:

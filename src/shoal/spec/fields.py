@@ -117,11 +117,18 @@ def walk(cls: type, prefix: str = "") -> Iterator[Field]:
     for field in dataclasses.fields(cls):
         name = f"{prefix}.{field.name}" if prefix else field.name
         annotation = annotations[field.name]
-        if dataclasses.is_dataclass(annotation):
-            yield from walk(typing.cast(type, annotation), name)
+        if inner := inside(annotation):
+            yield from walk(inner, name)
         else:
             help = field.metadata["help"]
             yield Field(name, _type_text(annotation), typed(field.default), help, choices_of(annotation))
+
+
+def inside(annotation: Any) -> type | None:
+    """The specification that a field holds, also where it may be None; None for a plain value."""
+    options = typing.get_args(annotation) or (annotation,)
+    found = [option for option in options if dataclasses.is_dataclass(option)]
+    return typing.cast(type, found[0]) if found else None
 
 
 def typed(default: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Does a layout fit a model, a sequence length and a batch? Only arithmetic: what divides what. No torch."""
 
 import re
+from dataclasses import replace
 from math import lcm
 
 from shoal.spec.errors import RequestError, alternatives, divisors, multiples_around
@@ -8,15 +9,16 @@ from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 
 
-def check_fit(model: ModelSpec, layout: Layout, sequence: int, batch: int) -> None:
+def check_fit(model: ModelSpec, layout: Layout, sequence: int, batch: int, filled: int = 0) -> None:
     """Raises RequestError, with sizes that would do, when something must be cut into equal parts and cannot be.
 
-    sequence: tokens; batch: sequences per step over all ranks.
+    sequence: tokens, of which the last `filled` only fill it up; batch: sequences per step over all ranks.
     """
     _check_batch(layout, batch)
     _check_tensor(model, layout, batch // (layout.dp * layout.micro_batches))
     _check_pipeline(model, layout)
-    _check_sequence(model, layout, sequence)
+    _check_sequence(model, layout, sequence, filled)
+    _check_experts(model, layout, sequence, filled)
 
 
 def _check_batch(layout: Layout, batch: int) -> None:
@@ -74,43 +76,108 @@ def _check_pipeline(model: ModelSpec, layout: Layout) -> None:
     )
 
 
-def _check_sequence(model: ModelSpec, layout: Layout, sequence: int) -> None:
-    if sequence > model.positions_max:
+def _check_sequence(model: ModelSpec, layout: Layout, sequence: int, filled: int) -> None:
+    if sequence - filled > model.positions_max:
         raise RequestError(
             "data.sequence",
-            f"data.sequence = {sequence} is longer than model.positions_max = {model.positions_max}; "
+            f"data.sequence = {sequence - filled} is longer than model.positions_max = {model.positions_max}; "
             f"{model.positions_max} would do",
         )
+    _check_cut(model, layout, sequence)
+    _check_exchange(model, layout, sequence)
+
+
+def _check_cut(model: ModelSpec, layout: Layout, sequence: int) -> None:
     parts = sequence_parts(layout)
     if sequence % parts:
+        below = sequence // parts * parts
+        fitting = [length for length in (below, below + parts) if 0 < length <= model.positions_max]
+        lengths = f"{alternatives(fitting, sequence)} would, or data.pad=true" if fitting else "data.pad=true would"
         raise RequestError(
             "data.sequence",
-            f"data.sequence = {sequence} does not divide into the {parts} parts of layout {layout}; "
-            f"{multiples_around(sequence, parts)} would, or data.pad=true",
+            f"data.sequence = {sequence} does not divide into the {parts} parts of layout {layout}; {lengths}",
         )
-    key, ranks = {"ulysses": ("cp", layout.cp), "hybrid": ("ulysses", layout.ulysses)}.get(layout.cp_kind, ("cp", 1))
-    tensor = _tensor_parts(layout)
+
+
+def _check_exchange(model: ModelSpec, layout: Layout, sequence: int) -> None:
+    """Whether an all-to-all between context ranks can share out the heads."""
+    key, possible = "cp", divisors(model.heads)
+    if layout.cp_kind == "hybrid":
+        key, possible = "ulysses", divisors(layout.cp)
+    elif layout.cp_kind != "ulysses":
+        return
+    tensor, value = _tensor_parts(layout), getattr(layout, key)
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
-    if not exchanges(heads, kv_heads, ranks):
-        fitting = [ranks for ranks in divisors(heads) if exchanges(heads, kv_heads, ranks)]
-        raise RequestError(
-            f"layout.{key}",
-            f"layout.{key} = {ranks} cannot share out the {heads} heads and {kv_heads} KV heads of a tensor rank, which "
-            f"{layout.cp_kind} hands around; {alternatives(fitting, ranks)} would, or cp_kind=zigzag",
-        )
+    if exchanges(heads, kv_heads, value):
+        return
+    fitting = [
+        ranks
+        for ranks in possible
+        if exchanges(heads, kv_heads, ranks) and sequence % sequence_parts(layout, **{key: ranks}) == 0
+    ]
+    rings = [
+        kind for kind in ("zigzag", "ring") if sequence % sequence_parts(replace(layout, ulysses=1, cp_kind=kind)) == 0
+    ]
+    would = f"{alternatives(fitting, value)} would" + (f", or cp_kind={rings[0]}" if key == "cp" else "")
+    raise RequestError(
+        f"layout.{key}",
+        f"layout.{key} = {value} cannot share out the {heads} heads and {kv_heads} KV heads of a tensor rank, which "
+        f"{layout.cp_kind} hands around; {would}",
+    )
 
 
-def sequence_parts(layout: Layout) -> int:
-    """What the length of a sequence must be a multiple of."""
-    if layout.cp == 1:
-        parts = 1
-    elif layout.cp_kind in ("zigzag", "allgather"):  # an early and a late part for each rank
-        parts = 2 * layout.cp
-    elif layout.cp_kind == "hybrid":
-        parts = layout.cp // layout.ulysses * lcm(2, layout.ulysses)
-    else:
-        parts = layout.cp
-    return lcm(parts, layout.cp * (layout.tp_size if layout.sp else 1))
+def _check_experts(model: ModelSpec, layout: Layout, sequence: int, filled: int) -> None:
+    if model.moe is None:
+        for key in ("ep", "etp"):
+            if getattr(layout, key) > 1:
+                raise RequestError(
+                    f"layout.{key}",
+                    f"layout.{key} = {getattr(layout, key)} finds no experts in model {model.name}; {key}=1 would do, or "
+                    "model.preset = moe-tiny",
+                )
+        return
+    model.moe.check_ranks(layout.ep)
+    own, tensor = sequence // layout.cp, layout.tp_size
+    for field, idle, line in (
+        ("layout.tp", layout.tp_grid, f"= {layout.tp} is a grid, which cuts no experts; tp={tensor} would do"),
+        (
+            "layout.hsdp",
+            layout.hsdp > 1 and layout.ep > 1,
+            f"= {layout.hsdp} replicates shards of what every rank has, and ep = {layout.ep} gives ranks other experts; "
+            "hsdp=1 would do",
+        ),
+        (
+            "data.pad",
+            filled,
+            f"= true fills sequences up with {filled} tokens that would count in the experts' balance; false would do",
+        ),
+        (
+            "data.sequence",
+            model.moe.capacity and layout.etp == 1 and own % tensor,
+            f"= {sequence} gives context ranks {own} tokens, which {tensor} tensor ranks do not share evenly, as "
+            f"model.moe.capacity wants; {multiples_around(sequence, layout.cp * tensor)} would do",
+        ),
+    ):
+        if idle:
+            raise RequestError(field, f"{field} {line}")
+
+
+def sequence_parts(layout: Layout, cp: int = 0, ulysses: int = 0) -> int:
+    """What the length of a sequence must be a multiple of; cp, ulysses: in place of the layout's."""
+    cp, ulysses = cp or layout.cp, ulysses or layout.ulysses
+    parts = context_parts(layout.cp_kind, cp, ulysses) if cp > 1 else 1
+    return lcm(parts, cp * (layout.tp_size if layout.sp else 1))
+
+
+def context_parts(kind: str, ranks: int, ulysses: int = 1) -> int:
+    """What context ranks need a sequence to be a multiple of. ulysses: ranks of the all-to-all part of a hybrid."""
+    match kind:
+        case "zigzag" | "allgather":  # an early and a late part for each rank
+            return 2 * ranks
+        case "hybrid":
+            return ranks // ulysses * lcm(2, ulysses)
+        case _:
+            return ranks
 
 
 def exchanges(heads: int, kv_heads: int, ranks: int) -> bool:

@@ -72,13 +72,21 @@ class TrainSpec:
         "none", "where optimizer states are kept: on the device, in host memory, in files of the run's folder"
     )
     compile: bool = described(False, "compile the blocks with torch.compile")
+    save_every: int = described(0, "steps between checkpoints, and one at the end; 0 = none", low=0)
+    keep: int = described(2, "checkpoints that are kept, the newest", low=1)
+    async_save: bool = described(True, "write checkpoints from a copy while training goes on")
+    resume: str = described(
+        "never",
+        "auto = go on from the last good checkpoint of the run's folder, if there is one; never; or the path of another",
+    )
+    weights: str = described("", "safetensors file of whole weights to start from; nothing = fresh ones")
     log: tuple[Literal["tensorboard", "wandb"], ...] = described((), "loggers beside metrics.jsonl")
     log_every: int = described(1, "steps between lines on the screen", low=1)
     sample: int = described(200, "tokens of text sampled at the end of a run; 0 = none", low=0)
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
-        _filled(self, "train", "out")
+        _filled(self, "train", "out", "resume")
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Job:
 
     def check(self) -> None:
         """Raises RequestError when the parts do not fit each other, as far as no file is needed to tell."""
-        check_fit(self.model, self.layout, self.sequence, self.train.batch)
+        filled = self.sequence - self.data.sequence
+        check_fit(self.model, self.layout, self.sequence, self.train.batch, filled)
         if self.train.reduce_dtype == "float32" and not (self.layout.zero and self.train.dtype == "bfloat16"):
             raise RequestError(
                 "train.reduce_dtype",

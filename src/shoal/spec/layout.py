@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Literal
 
 from shoal.spec.convert import build
@@ -24,16 +25,18 @@ SCHEDULES = {  # by name: chunks per rank where none are asked for; 0 where a fi
     "pipedream-vertical": 1,
     "pipedream-2bw": 1,
 }
+RECOMPUTE = ("none", "selective", "full")
 SPELLED_FIRST = ("dp", "tp", "cp", "pp", "ep", "sp", "zero")  # how people write a layout; the other keys follow
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the work is split. micro_batches is resolved: None or 0 becomes 1, or 2 pp with a pipeline, which every
-    schedule can use; v: None or 0 becomes what the schedule has. Raises RequestError.
+    schedule can use; v: None or 0 becomes what the schedule has; dp: None or 0 becomes as few as ep lets. Raises
+    RequestError.
     """
 
-    dp: int = described(1, "ranks of data parallelism", low=1)
+    dp: int = derived("ranks of data parallelism; none or 0 = 1, or as many as ep needs", low=0)
     zero: int = described(0, "ZeRO stage: 1 shards optimizer states, 2 gradients too, 3 weights too", low=0, high=3)
     zero1: Literal["rs+ag", "ar+ag"] = described(
         "rs+ag", "how ZeRO-1 sums gradients: reduce-scatter, or all-reduce as first described (half as much again)"
@@ -64,13 +67,21 @@ class Layout:
     ulysses: int = described(1, "hybrid: ranks of the all-to-all part, a divisor of cp", low=1)
     ep: int = described(1, "ranks of expert parallelism, carved out of dp x cp (x tp when etp is 1)", low=1)
     etp: int = described(1, "ranks over which one expert's matrices are cut: 1 or tp", low=1)
-    recompute: Literal["none", "selective", "full"] = described("none", "activations computed again in backward")
+    dedup: bool = described(
+        False, "ep: send a token once to a rank that has several of its experts; two small calls more in each layer"
+    )
+    recompute: int | str = described(
+        "none",
+        "what backward computes again: none, selective (norms, rotations, activation functions), full (whole blocks), or the "
+        "number of blocks of each stage, from its first on, that are full",
+        low=0,
+    )
     order: str = described(
         "-".join(AXES), "axes from the fastest link to the slowest; axes of one rank may be left out"
     )
 
     def __post_init__(self) -> None:
-        for derived_from_others in ("micro_batches", "v"):
+        for derived_from_others in ("dp", "micro_batches", "v"):
             if not getattr(self, derived_from_others):
                 object.__setattr__(self, derived_from_others, None)
         check_fields(self, "layout")
@@ -79,8 +90,12 @@ class Layout:
         chunks = SCHEDULES.get(self.schedule, 1) if self.pp > 1 else 1
         resolve(self, micro_batches=2 * self.pp if self.pp > 1 else 1, v=chunks)
         object.__setattr__(self, "tp", _tensor(self.tp))
+        object.__setattr__(self, "recompute", self.recompute or "none")
+        if isinstance(self.recompute, str) and self.recompute not in RECOMPUTE:
+            raise refuse_choice("layout.recompute", self.recompute, (*RECOMPUTE, "a number of blocks"), "full")
         if self.ulysses > 1 and self.cp_kind == "zigzag":  # the default
             object.__setattr__(self, "cp_kind", "hybrid")
+        resolve(self, dp=self.ep // gcd(self.ep, self.cp * (self.tp_size if self.etp == 1 else 1)))
         self._check_divides("hsdp", self.dp, "dp")
         self._check_divides("ulysses", self.cp, "cp")
         self._check_divides("ep", self.token_ranks, "dp x cp x tp" if self.etp == 1 else "dp x cp")
@@ -138,6 +153,11 @@ class Layout:
     def token_ranks(self) -> int:
         """Ranks that hold different tokens or, with etp = 1, could: the space that ep is carved out of."""
         return self.dp * self.cp * (self.tp_size if self.etp == 1 else 1)
+
+    @property
+    def routes_apart(self) -> bool:
+        """Whether tensor ranks choose experts for different tokens: their own part of each sequence."""
+        return self.tp_size > 1 and (self.etp == 1 or self.sp)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

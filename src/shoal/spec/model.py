@@ -6,6 +6,7 @@ from typing import Literal
 
 from shoal.spec.errors import RequestError, alternatives, divisors
 from shoal.spec.fields import check_fields, derived, described, resolve
+from shoal.spec.moe import MoESpec
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder. kv_heads, head_size and ffn may be given as None and are resolved, so readers always see ints.
+    """A decoder. kv_heads, head_size and ffn may be given as None and are resolved, so readers always see ints.
 
-    Raises RequestError when the sizes do not fit each other.
+    moe: the experts that some layers have in the place of their MLP; None where all are dense. Raises RequestError when the sizes do not fit each other.
     """
 
     name: str = described("custom", "name of the model, for people")
@@ -62,6 +63,7 @@ class ModelSpec:
     positions: Literal["rope", "learned"] = described("rope", "how tokens know their place")
     rope: RopeSpec = field(default_factory=RopeSpec)
     mlp: Literal["swiglu", "gelu"] = described("swiglu", "kind of MLP; gelu is the tanh approximation")
+    moe: MoESpec | None = None
     qk_norm: bool = described(False, "RMSNorm over head_size on queries and keys, before rope")
     qkv_bias: bool = described(False, "biases on queries, keys and values")
     output_bias: bool = described(False, "bias on attention's output")
@@ -99,6 +101,30 @@ class ModelSpec:
                 f"model.head_size = {self.head_size} is odd, but rope turns pairs; {self.head_size + 1} would do "
                 f"(not given, it is hidden / heads)",
             )
+        if self.moe:
+            self._check_experts(self.moe)
+
+    def _check_experts(self, moe: MoESpec) -> None:
+        if self.mlp != "swiglu":
+            raise RequestError(
+                "model.mlp", f"model.mlp = {self.mlp} is no kind that experts have; swiglu would do, or no model.moe"
+            )
+        if moe.first_dense >= self.layers:
+            raise RequestError(
+                "model.moe.first_dense",
+                f"model.moe.first_dense = {moe.first_dense} leaves none of the {self.layers} layers experts; "
+                f"at most {self.layers - 1} would do",
+            )
+        if not self.mixtures:
+            raise RequestError(
+                "model.moe.every",
+                f"model.moe.every = {moe.every} gives none of the {self.layers} layers experts; 1 would do",
+            )
+
+    @property
+    def mixtures(self) -> list[int]:
+        """The layers that have experts."""
+        return [layer for layer in range(self.layers) if self.moe and self.moe.at(layer)]
 
 
 def default_ffn(hidden: int, mlp: str) -> int:

@@ -21,14 +21,17 @@ LINES = 20  # plain lines of a run, about
 
 
 class Display:
-    """Shows steps on `stream`: live on a terminal, else in about LINES plain lines. active: False on ranks that show nothing."""
+    """Shows steps on `stream`: live on a terminal, else in about LINES plain lines. active: False on ranks that show nothing.
 
-    def __init__(self, job: Job, stream: TextIO, active: bool = True):
-        self.job, self.active = job, active
+    first: the step that this run begins with.
+    """
+
+    def __init__(self, job: Job, stream: TextIO, active: bool = True, first: int = 0):
+        self.job, self.active, self.first = job, active, first
         # Not rich's own guess, which takes files for terminals when FORCE_COLOR is set.
         self.live = active and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self.console = Console(file=stream, highlight=False, force_terminal=self.live)
-        self.bar = _TwoLines(job.train.steps, self.console, disable=not self.live)
+        self.bar = _TwoLines(job.train.steps, first, self.console, disable=not self.live)
         # At least log_every apart, and so that the first step, LINES more and the last are about all.
         self.every = max(job.train.log_every, 1 if self.live else math.ceil(job.train.steps / LINES))
         self.started = time.monotonic()
@@ -45,12 +48,12 @@ class Display:
     def step(self, line: dict[str, Any]) -> None:
         """Shows one step's metrics, as they stand in metrics.jsonl."""
         done, total = line["step"] + 1, self.job.train.steps
-        if not self.active or not (done in (1, total) or done % self.every == 0 or "eval_loss" in line):
+        if not self.active or not (done in (self.first + 1, total) or done % self.every == 0 or "eval_loss" in line):
             return
         words = self._words(line)
         self.bar.show(done, words)
         if not self.live:
-            left = (time.monotonic() - self.started) / done * (total - done)
+            left = (time.monotonic() - self.started) / (done - self.first) * (total - done)
             self.note(f"step {done}/{total}  {words}  {left:.0f} s left")
 
     def note(self, text: str) -> None:
@@ -83,11 +86,11 @@ class Display:
 class _TwoLines(Progress):
     """The bar, and below it the words of the last step, so that both have room on 80 columns."""
 
-    def __init__(self, total: int, console: Console, disable: bool):
+    def __init__(self, total: int, first: int, console: Console, disable: bool):
         self.words = ""
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
         super().__init__(*columns, console=console, disable=disable)
-        self.task = self.add_task("training", total=total)
+        self.task = self.add_task("training", total=total, completed=first)
 
     def show(self, done: int, words: str) -> None:
         self.words = words

@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
@@ -15,6 +15,8 @@ from shoal.spec.errors import RequestError
 from shoal.spec.inventory import flops_per_token
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
+from shoal.train.checkpoint.index import Progress
+from shoal.train.checkpoint.run import Checkpoints
 from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
@@ -39,6 +41,30 @@ class Tally:
     skipped: int = 0
     skipped_in_a_row: int = 0
 
+    @classmethod
+    def after(cls, progress: Progress) -> Self:
+        """That of a run which continues another."""
+        losses = [loss for loss in (progress.first_loss, progress.loss) if math.isfinite(loss)]
+        return cls(
+            losses,
+            progress.eval_loss,
+            tokens=progress.tokens,
+            skipped=progress.skipped,
+            skipped_in_a_row=progress.skipped_in_a_row,
+        )
+
+    @property
+    def first_loss(self) -> float:
+        return self.losses[0] if self.losses else math.nan
+
+    @property
+    def loss(self) -> float:
+        return self.losses[-1] if self.losses else math.nan
+
+    def progress(self) -> Progress:
+        """What another run needs to continue this one."""
+        return Progress(self.tokens, self.skipped, self.skipped_in_a_row, self.first_loss, self.loss, self.eval_loss)
+
     def add(self, result: StepResult) -> None:
         self.tokens += result.tokens
         self.skipped += result.skipped
@@ -50,23 +76,29 @@ class Tally:
 def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
     """Trains `job` on the token file `tokens`; every rank calls it, rank 0 writes and shows on `stream`.
 
-    Writes job.toml at the start, metrics.jsonl line by line and model.safetensors at the end into job.train.out.
-    Raises NotFinite after train.max_skipped skipped steps in a row.
+    Writes job.toml at the start, metrics.jsonl line by line, checkpoints, and model.safetensors at the end into
+    job.train.out. Raises NotFinite after train.max_skipped skipped steps in a row.
     """
     train, out, leads = job.train, Path(job.train.out), world.rank == 0
     data_rank = world.group("dp").index
-    trainer = Trainer(job, world, Batches(Dataset(tokens, job.data, "train"), job, data_rank))
+    data = Dataset(tokens, job.data, "train")
+    trainer = Trainer(job, world, Batches(data, job, data_rank))
     held_out = Batches(Dataset(tokens, job.data, "eval"), job, data_rank).first(train.eval_batches)
+    checkpoints = Checkpoints(trainer, data.file.content, warn=lambda line: print(line, file=stream, flush=True))
+    resumed = checkpoints.start()
+    first, tally = (resumed.index.step, Tally.after(resumed.index.progress)) if resumed else (0, Tally())
+    tokens_before = tally.tokens
     if leads:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "job.toml", job_toml(job).encode())
-    tally, started = Tally(), time.perf_counter()
+    started = time.perf_counter()
     with (
         room_in(out),
-        MetricsWriter(out, train.log, active=leads) as metrics,
-        Display(job, stream, active=leads) as display,
+        MetricsWriter(out, train.log, leads, first if resumed and resumed.in_place else None) as metrics,
+        Display(job, stream, active=leads, first=first) as display,
+        checkpoints,
     ):
-        for step in range(train.steps):
+        for step in range(first, train.steps):
             begun = time.perf_counter()
             result = trainer.step(step)
             seconds = time.perf_counter() - begun
@@ -77,6 +109,10 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
                 tally.evaluations += 1
             metrics.write(line)
             display.step(line)
+            checkpoints.poll()
+            if checkpoints.due(step + 1):
+                metrics.sync()
+                checkpoints.save(step + 1, tally.progress())
             if tally.skipped_in_a_row == train.max_skipped:
                 raise NotFinite(
                     f"{train.max_skipped} steps in a row, up to step {step}, had a loss or gradients that are not finite; "
@@ -93,17 +129,17 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
     return Summary(
         out=str(out),
         steps=train.steps,
-        first_loss=tally.losses[0] if tally.losses else math.nan,
-        loss=tally.losses[-1] if tally.losses else math.nan,
+        first_loss=tally.first_loss,
+        loss=tally.loss,
         eval_loss=tally.eval_loss,
         tokens=tally.tokens,
         seconds=seconds,
-        tokens_per_s=tally.tokens / seconds,
+        tokens_per_s=(tally.tokens - tokens_before) / seconds,
         skipped=tally.skipped,
         skipped_at_end=tally.skipped_in_a_row,
         peak_memory=peak_memory(world.device.type),
         text=text,
-        predicted=times(step_transfers(job, world.rank), train.steps)
+        predicted=times(step_transfers(job, world.rank), train.steps - first)
         + times(evaluation_transfers(job, world.rank, len(held_out)), tally.evaluations),
         measured=measured,
     )

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any, Self
 
 from shoal.spec.errors import RequestError, shown
 from shoal.train.data.naming import named
+from shoal.train.files import removed
 
 FILE = "metrics.jsonl"
 
@@ -17,13 +19,14 @@ FILE = "metrics.jsonl"
 class MetricsWriter:
     """Writes one JSON line per step into `folder`/metrics.jsonl, whole and at once; NaN and infinity become null.
 
-    A metrics.jsonl of an earlier run is kept under the next free name, metrics.1.jsonl and so on. log: other places,
+    A metrics.jsonl of an earlier run is kept under the next free name, metrics.1.jsonl and so on; goes_on_from: unless
+    this run continues that one from that step on, whose lines then stay, those of the steps before. log: other places,
     "tensorboard" (in `folder`/tensorboard) or "wandb". active: False on ranks that write nothing.
     The folder is made if need be. Raises RequestError naming train.log when a package is missing or does not start,
     train.out when the file cannot be written.
     """
 
-    def __init__(self, folder: Path, log: Sequence[str] = (), active: bool = True):
+    def __init__(self, folder: Path, log: Sequence[str] = (), active: bool = True, goes_on_from: int | None = None):
         self._file = None
         self._sinks: list[Any] = []
         if not active:
@@ -33,7 +36,10 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
             for name in log:
                 self._sinks.append({"tensorboard": _TensorBoard, "wandb": _WandB}[name](folder))
-            _keep_old(folder / FILE)
+            if goes_on_from is None:
+                _keep_old(folder / FILE)
+            else:
+                _cut(folder / FILE, goes_on_from)
             self._file = (folder / FILE).open("a", encoding="utf-8")
         except OSError as error:
             self.close()
@@ -68,6 +74,11 @@ class MetricsWriter:
         numbers = {name: value for name, value in clean.items() if isinstance(value, int | float) and name != "step"}
         for sink in self._sinks:
             sink.write(line["step"], numbers)
+
+    def sync(self) -> None:
+        """Brings what was written to the disk, so that no checkpoint is ahead of its metrics."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
 
 class _TensorBoard:
@@ -127,3 +138,22 @@ def _keep_old(file: Path) -> None:
     while (kept := file.with_name(f"metrics.{number}.jsonl")).exists():
         number += 1
     file.rename(kept)
+
+
+def _cut(file: Path, stop: int) -> None:
+    """Leaves the lines of the steps before `stop`, whole ones, in a file that is there whole at every moment."""
+    if not file.exists():
+        return
+    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step(line) < stop]
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    with removed(unfinished):
+        unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        unfinished.replace(file)
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite for a torn one."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf

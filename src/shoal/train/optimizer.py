@@ -1,7 +1,7 @@
 """AdamW over flat runs of weights: one fused update per run, weight decay on matrices only, states where there is room."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -64,6 +64,23 @@ class AdamW:
             if master is not weights:
                 weights.copy_(master)
             self._store(states, kept)
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made, those of a run that this one continues included."""
+        return int(self.steps)
+
+    def kept(self) -> Iterator[dict[str, Tensor]]:
+        """What determines each run, in place: its weights in float32 at least, and its moments."""
+        for (weights, _, _), states in zip(self.runs, self.states, strict=True):
+            yield {"weight": states.get("master", weights), **{name: states[name] for name in ("moment1", "moment2")}}
+
+    def restored(self, updates: int) -> None:
+        """Goes on after `updates` updates with what was written into `kept`."""
+        self.steps.fill_(updates)
+        for (weights, _, _), states in zip(self.runs, self.states, strict=True):
+            if "master" in states:
+                weights.copy_(states["master"])
 
     def state_bytes(self) -> int:
         """Bytes of master weights and moments that this rank keeps, wherever they are."""

@@ -1,7 +1,7 @@
 """A step's forwards and backwards in the order of the layout's schedule, over the ranks of a pipeline."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from shoal.axes.pipeline.run import Engine
 from shoal.axes.pipeline.schedules.instruction import Instruction
@@ -9,7 +9,7 @@ from shoal.axes.zero.cost import Parts
 from shoal.comm.world import World
 from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
-from shoal.plan.stages import schedule_of
+from shoal.plan.stages import mini_batches, schedule_of
 from shoal.plan.traffic import TWICE
 from shoal.spec.job import Job
 from shoal.train.states import States
@@ -18,7 +18,8 @@ from shoal.train.states import States
 class Pipeline:
     """This rank's stages of `model` under the job's schedule, with their gradients in `states`.
 
-    parts: what the states move at once, by name; a chunk's begin with its number.
+    parts: what the states move at once, by name; a chunk's begin with its number. updating: whether the schedule updates
+    weights between micro-batches; then this rank holds one chunk.
     """
 
     def __init__(self, job: Job, world: World, model: Decoder, states: States, parts: Parts):
@@ -29,17 +30,40 @@ class Pipeline:
         ]
         shape = model.layers.residual(job.micro_batch, job.own_sequence)
         dtype = next(model.parameters()).dtype
-        self.engine = Engine(schedule_of(job), world.group("pp"), self.chunks, shape, dtype, around=self._around)
+        schedule = schedule_of(job)
+        self.updating, self.mini_batches = schedule.versions != "flush", mini_batches(job)
+        one_owner = len(self.chunks) == 1 and not job.model.tied and job.layout.zero < 3 and not job.train.clip
+        assert one_owner or not self.updating, "plan/runnable.py refuses this: a stage cannot update by itself"
+        self.engine = Engine(
+            schedule,
+            world.group("pp"),
+            self.chunks,
+            shape,
+            dtype,
+            around=self._around_backward if self.updating else self._around,
+            update=self._updated,
+        )
+        self._update: Callable[[], None] | None = None
 
-    def step(self, batches: Sequence[Batch], seed: float) -> float:
-        """Forwards and backwards of all micro-batches, from `seed` = d total / d loss; the sum of losses known here."""
-        with self.engine.group.ledger.at(phase="backward"), self.states.interleaved():
-            ran = self.engine.step(batches, seed)
+    def step(self, batches: Sequence[Batch], seeds: Sequence[float], update: Callable[[], None] | None = None) -> float:
+        """Forwards and backwards of all micro-batches; the sum of losses known here.
+
+        seeds: d total / d loss by micro-batch. update: called wherever the schedule updates this rank's weights, when the
+        gradients of the mini-batch are complete over the data axis.
+        """
+        self._update = update
+        ledger = self.engine.group.ledger
+        with ledger.at(phase="backward"), nullcontext() if self.updating else self.states.interleaved():
+            ran = self.engine.step(batches, seeds)
         return float(sum(map(float, ran.losses.values())))
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Forwards alone; the sum of losses known here."""
         return float(sum(map(float, self.engine.evaluate(batches).losses.values())))
+
+    def _updated(self, chunk: int, micro_batch: int) -> None:
+        assert self._update is not None, "the schedule updates weights between micro-batches: pass update"
+        self._update()
 
     @contextmanager
     def _around(self, instruction: Instruction, last: bool) -> Iterator[None]:
@@ -48,3 +72,13 @@ class Pipeline:
             self.states.free([*self.parts[instruction.chunk], TWICE])
         if instruction.kind in "BW":
             self.states.finish(self.parts[instruction.chunk], last)
+
+    @contextmanager
+    def _around_backward(self, instruction: Instruction, last: bool) -> Iterator[None]:
+        """Where weights are updated in between, no two backwards overlap, so each is a micro-batch as without a pipeline."""
+        with ExitStack() as stack:
+            if instruction.kind == "B":
+                run = next(run for run in self.mini_batches if instruction.micro_batch in run)
+                first, final = instruction.micro_batch == run[0], instruction.micro_batch == run[-1]
+                stack.enter_context(self.states.micro_batch(first, final))
+            yield

@@ -19,7 +19,7 @@ from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.plan.pieces import pieces_of
-from shoal.plan.stages import chunks_of
+from shoal.plan.stages import chunks_of, mini_batches
 from shoal.plan.traffic import parts_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch, filled
@@ -42,7 +42,10 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step. loss: mean over the `tokens` valid tokens of the whole batch, in nats."""
+    """What every rank knows after a step. loss: mean over the `tokens` valid tokens of the whole batch, in nats.
+
+    grad_norm: before clipping; of a step of several updates the root of the mean square of theirs.
+    """
 
     step: int
     loss: float
@@ -56,9 +59,10 @@ class Trainer:
     """A job's model, gradients and optimizer on one rank of `world`; `step` trains, `evaluate` only looks.
 
     Everything random is a function of the seed and global numbers, so every layout trains the same model (design, idea 4).
+    drawn: False leaves the weights as memory was found.
     """
 
-    def __init__(self, job: Job, world: World, batches: Batches):
+    def __init__(self, job: Job, world: World, batches: Batches, drawn: bool = True):
         self.job, self.world, self.batches = job, world, batches
         self.data_group = world.group(job.layout.data_axes)
         keep_freed_memory(world.device)
@@ -71,10 +75,12 @@ class Trainer:
             np.arange(job.sequence) if crossing is None else crossing.places(job.sequence)
         )  # of the tokens here
         self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world), crossing, stages)
-        initialise(self.model, job.model, job.train.seed, self.pieces)
+        if drawn:
+            initialise(self.model, job.model, job.train.seed, self.pieces)
         self.states = data_states(self.model, job, world, self.pieces, parts)
         pipelined = job.layout.pp > 1
         self.pipeline = Pipeline(job, world, self.model, self.states, parts) if pipelined else None
+        self.mini_batches = mini_batches(job)
         self.shares = Shares(self.states.held(), self.pieces, world.group)
         folder = Path(job.train.out) / "optimizer" / f"rank{world.rank}"
         self.optimizer = AdamW(self.states.runs(), job.train, world.ledger, folder)
@@ -84,29 +90,67 @@ class Trainer:
     def step(self, step: int, inspect: Callable[[States], None] | None = None) -> StepResult:
         """Trains on the step's batch. A step whose gradients are not finite changes no weight and says so.
 
-        inspect: is shown the states when the gradients are complete and not yet clipped.
+        Where the schedule updates weights between micro-batches, every mini-batch between two updates has a mean loss of
+        its own, and what is not finite makes single updates of single stages fall out.
+
+        inspect: is shown the states when the gradients, of the last mini-batch, are complete and not yet clipped.
         """
-        ledger, train = self.world.ledger, self.job.train
+        ledger, train, rate = self.world.ledger, self.job.train, learning_rate(step, self.job.train)
         batches = [self._batch(micro_batch, step) for micro_batch in self.batches.batch(step)]
         with ledger.at(phase="forward"):
-            valid = int(self._sum_over_samples(sum(map(_counted, batches))))
-        seed = 1 / max(1, valid)
-        loss_sum = self.pipeline.step(batches, seed) if self.pipeline else self._one_by_one(batches, seed)
-        with ledger.at(phase="backward"):
-            self.shares.sum()
+            valid = self._valid(batches)
+        seeds = [1 / max(1, count) for run, count in zip(self.mini_batches, valid, strict=True) for _ in run]
+        updating = self.pipeline is not None and self.pipeline.updating
+        run = partial(self._updating, rate=rate) if updating else self._accumulating
+        loss_sum, squares = run(batches, seeds)
         if inspect:
             inspect(self.states)
         with ledger.at(phase="optimizer"):
-            mean_loss = self._sum_over_stages(self._sum_over_samples(loss_sum)) * seed
-            rate = learning_rate(step, train)
-            norm = self._norm()
+            mean_loss = self._sum_over_stages(self._sum_over_samples(loss_sum)) / max(1, sum(valid))
+            norm = float(all_reduce(squares, self.world.group("pp"))) ** 0.5
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
-            if finite:
+            if finite and not updating:
                 if 0 < train.clip < norm + CLIP_EPS:
                     self.states.scale(train.clip / (norm + CLIP_EPS))
-                self.optimizer.step(rate)
-                self.states.spread()
-        return StepResult(step, mean_loss, norm, rate, valid, skipped=not finite)
+                self._update(rate)
+        return StepResult(step, mean_loss, norm, rate, sum(valid), skipped=not finite)
+
+    def _accumulating(self, batches: Sequence[Batch], seeds: Sequence[float]) -> tuple[float, Tensor]:
+        """Forwards and backwards of all micro-batches, and no update: the sum of losses, the squares of the gradients."""
+        loss_sum = self.pipeline.step(batches, seeds) if self.pipeline else self._one_by_one(batches, seeds[0])
+        return loss_sum, self._complete()
+
+    def _updating(self, batches: Sequence[Batch], seeds: Sequence[float], rate: float) -> tuple[float, Tensor]:
+        """The same where each mini-batch is followed by an update: the mean over them of the squares.
+
+        A stage updates by itself when its gradients are there and finite. Those of the other stages are not there yet, so
+        nothing can be clipped to a norm of all.
+        """
+        assert self.pipeline is not None
+        squares: list[Tensor] = []
+
+        def update() -> None:
+            squares.append(self._complete())
+            if torch.isfinite(squares[-1]):
+                self._update(rate)
+
+        loss_sum = self.pipeline.step(batches, seeds, update)
+        return loss_sum, torch.stack(squares).mean(0)
+
+    def _complete(self) -> Tensor:
+        """Completes the gradients; the sum of their squares over the ranks of this stage, each element counted once."""
+        with self.world.ledger.at(phase="backward"):
+            self.shares.sum()
+        with self.world.ledger.at(phase="optimizer"):
+            squares = self.shares.squares(self.world.device)
+            for group in (self.states.shards, self.world.group("tp")):
+                squares = all_reduce(squares, group)
+        return squares
+
+    def _update(self, rate: float) -> None:
+        """One update of this rank's weights with the gradients as they are."""
+        self.optimizer.step(rate)
+        self.states.spread()
 
     def _one_by_one(self, batches: Sequence[Batch], seed: float) -> float:
         """Forward and backward of one micro-batch after the other; the sum of losses."""
@@ -152,15 +196,13 @@ class Trainer:
             dropout = DropoutKey(self.job.train.seed, step, samples, places)
         return Batch(tokens, targets, positions, documents, dropout)
 
-    def _norm(self) -> float:
-        """Global L2 norm of the gradients, each element counted once, whatever the layout."""
-        squares = self.shares.squares(self.world.device)
-        for group in (self.states.shards, self.world.group("tp"), self.world.group("pp")):
-            squares = all_reduce(squares, group)
-        return float(squares) ** 0.5
+    def _valid(self, batches: Sequence[Batch]) -> list[int]:
+        """Valid tokens of each mini-batch over all ranks, exact below 2^53."""
+        here = [float(sum(_counted(batches[i]) for i in run)) for run in self.mini_batches]
+        return [int(count) for count in all_reduce(self._float64(here), self.data_group)]
 
     def _sum_over_samples(self, value: float) -> float:
-        """Sum over the data axis: one float64, exact for counts below 2^53."""
+        """Sum over the data axis, exact for counts below 2^53."""
         return self._sum(value, self.data_group)
 
     def _sum_over_stages(self, value: float) -> float:
@@ -168,7 +210,10 @@ class Trainer:
         return self._sum(value, self.world.group("pp"))
 
     def _sum(self, value: float, group: Group) -> float:
-        return float(all_reduce(torch.tensor([value], dtype=torch.float64, device=self.world.device), group))
+        return float(all_reduce(self._float64([value]), group))
+
+    def _float64(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.world.device)
 
 
 def _counted(batch: Batch) -> int:

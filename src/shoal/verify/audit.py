@@ -1,10 +1,12 @@
 """Holds measured transfers against predicted ones: equal per rank, byte for byte and call for call, or named. No torch."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.transfer import Transfer
+
+MEMORY_TOLERANCE = 0.01  # of what is planned
 
 Key = tuple[str, str, str]  # phase, axis, op
 
@@ -62,6 +64,38 @@ class Row:
                 if planned != seen:
                     return f"{self.phase} {self.op} over {self.axis}: rank {rank} planned {planned:,} {what}, measured {seen:,}"
         return ""
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The most bytes that a rank holds of one category of plan/memory.py."""
+
+    rank: int
+    category: str
+    predicted: int
+    measured: int
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.predicted - self.measured) <= MEMORY_TOLERANCE * self.predicted
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "rank": self.rank,
+            "category": self.category,
+            "predicted_bytes": self.predicted,
+            "measured_bytes": self.measured,
+        }
+
+    def difference(self) -> str:
+        """One line: what differs, on which rank."""
+        return f"memory, {self.category}: rank {self.rank} planned {self.predicted:,} bytes, measured {self.measured:,}"
+
+
+def audit_memory(rank: int, predicted: Mapping[str, int], measured: Mapping[str, int]) -> list[MemoryRow]:
+    """One MemoryRow for each category that is predicted for the rank."""
+    return [MemoryRow(rank, category, size, measured.get(category, 0)) for category, size in predicted.items()]
 
 
 def audit(predicted: Sequence[Iterable[Transfer]], measured: Sequence[Iterable[Transfer]]) -> list[Row]:

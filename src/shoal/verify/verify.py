@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.pool import Pool
 from shoal.plan.pieces import pieces_of
+from shoal.plan.runnable import updates_between
+from shoal.plan.stages import layers_wanted
 from shoal.plan.traffic import step_transfers, times
 from shoal.spec.errors import divisors
 from shoal.spec.fit import check_fit, exchanges, sequence_parts
@@ -16,6 +18,7 @@ from shoal.spec.model import ModelSpec
 from shoal.verify.assemble import disagreement, whole_record
 from shoal.verify.audit import Row, audit
 from shoal.verify.compare import Error, compare
+from shoal.verify.delayed import delayed
 from shoal.verify.trial import trial
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}  # design, idea 4; bfloat16 keeps 8 bits
@@ -51,7 +54,10 @@ class Verdict:
 
 
 def small_job(job: Job) -> Job:
-    """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64."""
+    """The job as `verify` runs it: the same layout and the same kind of model, small enough for seconds, in float64.
+
+    Where gradients cannot be clipped, they are not.
+    """
     layout = job.layout
     rows = layout.tp_grid[0] if layout.tp_grid else 1
     sequence = min(job.data.sequence, 16)
@@ -59,6 +65,8 @@ def small_job(job: Job) -> Job:
         sequence = multiple(sequence, sequence_parts(layout))
     batch = multiple(2, rows) * layout.dp * layout.micro_batches
     train = replace(job.train, batch=batch, dtype="float64", reduce_dtype="same", bucket_mb=0.05, warmup=0)
+    if updates_between(layout):
+        train = replace(train, clip=0.0)
     small = Job(
         shrink(job.model, layout),
         layout,
@@ -83,7 +91,7 @@ def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
     return replace(
         model,
         name=f"small {model.name}",
-        layers=max(min(model.layers, 2), 2 * layout.pp * layout.v if layout.pp > 1 else 1),
+        layers=layers_wanted(layout) if layout.pp > 1 else min(model.layers, 2),
         hidden=heads * size,
         heads=heads,
         kv_heads=min(fitting, key=lambda kv: abs(kv - wanted)),
@@ -103,6 +111,9 @@ def multiple(number: int, of: int) -> int:
 def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable = trial) -> Verdict:
     """Runs the job's layout and one process for `steps` steps on the same tokens and compares everything.
 
+    Under a schedule that updates weights between micro-batches, that process has every stage's weights with the schedule's
+    delay.
+
     pool: warm workers to use, else fresh ones are started. run: what each rank does, for tests that break it.
     """
     if pool is None:
@@ -114,8 +125,10 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
 
 def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     layout = job.layout
-    alone = replace(job, layout=Layout(), train=replace(job.train, offload="none"))
-    (truth,) = pool.run(trial, 1, alone, steps)
+    if updates_between(layout):
+        (truth,) = pool.run(delayed, 1, job, steps)
+    else:
+        (truth,) = pool.run(trial, 1, replace(job, layout=Layout(), train=replace(job.train, offload="none")), steps)
     records = pool.run(run, layout.world, job, steps)
     pieces = [pieces_of(job, rank) for rank in range(layout.world)]
     errors = compare(whole_record(records, pieces), truth)

@@ -1,15 +1,14 @@
-"""Which tokens and heads a context rank has: places by kind, lengths and heads that can be cut, and work (spec CP-5, CP-7).
+"""Which tokens and heads a context rank has: places by kind, and work (spec CP-5, CP-7); spec/fit.py has what can be cut.
 
 A *place* is a token's number in the whole sequence, a *piece* a run of consecutive places, a *share* what one rank has.
 Every share lists its places in ascending order. No torch.
 """
 
 from functools import cache
-from math import lcm
 
 import numpy as np
 
-from shoal.spec.errors import RequestError, alternatives, divisors, multiples_around
+from shoal.spec.fit import context_parts
 
 # How each kind lays out its shares. All-gather could use any order; zig-zag balances it.
 _LAYOUT = {
@@ -22,22 +21,6 @@ _LAYOUT = {
 }
 
 
-def unit(kind: str, ranks: int, ulysses: int = 1) -> int:
-    """What a sequence must be a multiple of. ulysses: ranks of the all-to-all part of a hybrid, a divisor of `ranks`."""
-    match _LAYOUT[kind]:
-        case "zigzag":
-            return 2 * ranks
-        case "hybrid":
-            return ranks // ulysses * lcm(2, ulysses)
-        case _:
-            return ranks
-
-
-def padded(kind: str, sequence: int, ranks: int, ulysses: int = 1) -> int:
-    """The next length, from `sequence` on, that can be cut."""
-    return -(-sequence // unit(kind, ranks, ulysses)) * unit(kind, ranks, ulysses)
-
-
 def places(kind: str, sequence: int, ranks: int, rank: int, ulysses: int = 1) -> np.ndarray:
     """Places of a rank's tokens, ascending, int64 (sequence / ranks,).
 
@@ -45,7 +28,7 @@ def places(kind: str, sequence: int, ranks: int, rank: int, ulysses: int = 1) ->
     striped: every N-th token from the i-th on. hybrid: zig-zag over N / ulysses ring ranks; the `ulysses` consecutive
     ranks of one ring rank have equal runs of its share, one after the other.
     """
-    assert sequence % unit(kind, ranks, ulysses) == 0, f"{kind} over {ranks} ranks cannot cut {sequence} tokens"
+    assert sequence % context_parts(kind, ranks, ulysses) == 0, f"{kind} cannot cut {sequence} tokens for {ranks} ranks"
     assert 0 <= rank < ranks and ranks % ulysses == 0
     share = sequence // ranks
     match _LAYOUT[kind]:
@@ -64,43 +47,6 @@ def places(kind: str, sequence: int, ranks: int, rank: int, ulysses: int = 1) ->
 def inverse(kind: str, sequence: int, ranks: int, ulysses: int = 1) -> np.ndarray:
     """Index that puts the ranks' shares, one after the other, back into the order of the sequence."""
     return np.argsort(np.concatenate([places(kind, sequence, ranks, rank, ulysses) for rank in range(ranks)]))
-
-
-def check(
-    kind: str, sequence: int, heads: int, kv_heads: int, ranks: int, ulysses: int = 1, field: str = "data.sequence"
-) -> None:
-    """Raises RequestError for a sequence or heads (of one tensor rank) that a kind cannot cut. field: the sequence's."""
-    check_sequence(kind, sequence, ranks, ulysses, field)
-    if kind == "ulysses":
-        check_heads(heads, kv_heads, ranks, "layout.cp")
-    elif kind == "hybrid":
-        check_heads(heads, kv_heads, ulysses, "layout.ulysses")
-
-
-def check_sequence(kind: str, sequence: int, ranks: int, ulysses: int = 1, field: str = "data.sequence") -> None:
-    """Raises RequestError, naming lengths that would do, for one that cannot be cut."""
-    step = unit(kind, ranks, ulysses)
-    if sequence % step or not sequence:
-        raise RequestError(
-            field,
-            f"{field} = {sequence} cannot be cut by cp_kind = {kind} over {ranks} ranks, which needs a multiple of "
-            f"{step}; {multiples_around(sequence, step)} would do",
-        )
-
-
-def check_heads(heads: int, kv_heads: int, ranks: int, field: str = "layout.cp") -> None:
-    """Raises RequestError where an all-to-all over `ranks` cannot give every rank as many heads with their KV heads.
-
-    heads, kv_heads: of one tensor rank. Every rank needs as many query heads, and either as many KV heads or, with fewer
-    KV heads than ranks, one that as many ranks share. field: "layout.cp", or "layout.ulysses" in a hybrid.
-    """
-    fits = [ranks for ranks in divisors(heads) if kv_heads % ranks == 0 or ranks % kv_heads == 0]
-    if ranks not in fits:
-        raise RequestError(
-            field,
-            f"{field} = {ranks} cannot share out {heads} heads with {kv_heads} KV heads by all-to-all; "
-            f"{alternatives(fits, ranks)} would do, or cp_kind=zigzag",
-        )
 
 
 def kv_heads_each(kv_heads: int, ranks: int) -> int:

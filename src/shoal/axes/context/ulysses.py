@@ -10,18 +10,19 @@ from torch import Tensor
 from shoal.axes.context.order import kv_heads_each
 from shoal.comm.conjugate import all_to_all
 from shoal.comm.world import Group
+from shoal.spec.fit import exchanges
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """q (b, s, a, d), k and v (b, s, g, d) -> (b, N s, a / N, d) and (b, N s, max(g / N, 1), d), in one all-to-all.
 
-    The ranks' tokens follow one another in the order of the ranks. Heads are such that order.check_heads lets them pass.
+    The ranks' tokens follow one another in the order of the ranks. Heads are such that spec/fit.py lets them pass.
     """
     ranks = group.size
     if ranks == 1:
         return q, k, v  # without copies
     heads, kv_heads = q.shape[2], k.shape[2]
-    assert heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0), "order.check_heads refuses these"
+    assert exchanges(heads, kv_heads, ranks), "spec/fit.py refuses these"
     each = kv_heads_each(kv_heads, ranks)
     shared = max(ranks // kv_heads, 1)  # ranks that need the same KV head
     parts = [

@@ -28,15 +28,14 @@ def buckets(parameters: Sequence[Parameter], bucket_bytes: float, width: int) ->
     return runs
 
 
-def loss_transfers(ranks: int, rank: int, axis: str = "dp") -> Iterator[Transfer]:
+def loss_transfers(ranks: int, rank: int, axis: str = "dp", counts: int = 1) -> Iterator[Transfer]:
     """Transfers of one step that only serve the loss, on one rank of the data axis.
 
-    The global count of valid tokens before the first backward, and the loss that is reported.
+    The global counts of valid tokens before the first backward, one for each update, and the loss that is reported.
     """
     if ranks > 1:
-        scalar = traffic("all_reduce", 1, SCALAR, ranks, rank)
-        yield Transfer("forward", axis, "all_reduce", *scalar)
-        yield Transfer("optimizer", axis, "all_reduce", *scalar)
+        yield Transfer("forward", axis, "all_reduce", *traffic("all_reduce", counts, SCALAR, ranks, rank))
+        yield Transfer("optimizer", axis, "all_reduce", *traffic("all_reduce", 1, SCALAR, ranks, rank))
 
 
 def gradient_transfers(

@@ -185,7 +185,7 @@ class _GroupedMLP(torch.autograd.Function):
         counts = torch.tensor([len(x)], device=x.device) if entries is None else entries.counts
         both = forward_product(x if entries is None else entries.picks.take(x), gate_up, counts)
         ctx.save_for_backward(x, weights, gate_up, down, both, counts)
-        ctx.entries, ctx.put_off = entries, put_off
+        ctx.entries, ctx.put_off, ctx.parameters = entries, put_off, (gate_up, down)
         y = forward_product(_scaled(swiglu(both), weights), down, counts)
         return y if entries is None else entries.picks.add_up(y)
 
@@ -209,7 +209,7 @@ class _GroupedMLP(torch.autograd.Function):
 
         d_parameters: list[Tensor | None] = []
         for needed, parameter, compute in zip(
-            ctx.needs_input_grad[2:4], (gate_up, down), (d_gate_up, d_down), strict=True
+            ctx.needs_input_grad[2:4], ctx.parameters, (d_gate_up, d_down), strict=True
         ):
             if needed and ctx.put_off is not None:
                 ctx.put_off.add(parameter, compute)

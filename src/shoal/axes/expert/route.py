@@ -160,7 +160,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, put_off: PutOff | None) -> Tensor:
         ctx.save_for_backward(tokens, weight)
-        ctx.put_off = put_off
+        ctx.put_off, ctx.parameter = put_off, weight
         return linear(accurate(tokens), accurate(weight))
 
     @staticmethod
@@ -174,7 +174,7 @@ class _Logits(torch.autograd.Function):
 
         if ctx.put_off is None or not ctx.needs_input_grad[1]:
             return d_tokens, d_weight() if ctx.needs_input_grad[1] else None, None
-        ctx.put_off.add(weight, d_weight)
+        ctx.put_off.add(ctx.parameter, d_weight)
         return d_tokens, None, None
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from shoal.spec.errors import RequestError, shown
-from shoal.spec.inventory import elements, inventory
+from shoal.spec.inventory import elements, inventory, used
 from shoal.spec.model import ModelSpec
 from shoal.transfer import pieces
 
@@ -32,7 +32,7 @@ def work(model: ModelSpec, sequence: int) -> Costs:
     products = dict.fromkeys((f"blocks.{layer}" for layer in range(model.layers)), attention)
     for parameter in inventory(model):
         if parameter.decay and parameter.unit in products:
-            products[parameter.unit] += 2.0 * elements(parameter)
+            products[parameter.unit] += 2.0 * used(parameter, model)
     return Costs(0.0, tuple(products.values()), 2.0 * model.vocab * model.hidden)
 
 
@@ -81,7 +81,8 @@ def by_hand(text: str, layers: int, stages: int, field: str = "layout.stages") -
         raise RequestError(field, f"{field} = {shown(text)} is not a list of numbers of layers; {would_do}")
     sizes = [int(word) for word in words]
     if len(sizes) != stages:
-        raise RequestError(field, f"{field} = {shown(text)} has {len(sizes)} stages, the pipeline {stages}; {would_do}")
+        given = f"{len(sizes)} stage{'s' if len(sizes) > 1 else ''}"
+        raise RequestError(field, f"{field} = {shown(text)} has {given}, the pipeline {stages}; {would_do}")
     if sum(sizes) != layers:
         raise RequestError(field, f"{field} = {shown(text)} adds up to {sum(sizes)} layers, not {layers}; {would_do}")
     return sizes

@@ -97,15 +97,16 @@ class Engine:
                 if place.rank == rank:
                     self.sees.setdefault(place.chunk, {})[use.micro_batch] = use.forward
 
-    def step(self, batches: Sequence[Any], seed: float, timed: bool = False) -> Ran:
+    def step(self, batches: Sequence[Any], seed: float | Sequence[float], timed: bool = False) -> Ran:
         """Executes the schedule once; gradients add up on the parameters as autograd's do.
 
-        batches: what the chunks get of each micro-batch. seed: d total / d loss, where backward starts. timed: wait for
-        a GPU before reading the clock, so that the log's times hold there too.
+        batches: what the chunks get of each micro-batch. seed: d total / d loss, where backward starts, of all
+        micro-batches or of each. timed: wait for a GPU before reading the clock, so that the log's times hold there too.
         """
         count = self.schedule.micro_batches
         assert len(batches) == count, f"{self.schedule.name} takes {count} micro-batches, not {len(batches)}"
-        run = _Run(self, self.schedule, batches, seed, train=True, timed=timed)
+        seeds = seed if isinstance(seed, Sequence) else [seed] * count
+        run = _Run(self, self.schedule, batches, seeds, train=True, timed=timed)
         run.execute(self.program)
         return run.ran
 
@@ -113,7 +114,7 @@ class Engine:
     def evaluate(self, batches: Sequence[Any]) -> Ran:
         """Forwards only, of any number of micro-batches. All transfers are recorded where the ledger is."""
         schedule = forward_only(self.schedule, len(batches))
-        run = _Run(self, schedule, batches, 0.0, train=False, timed=False)
+        run = _Run(self, schedule, batches, [], train=False, timed=False)
         run.execute(programs(schedule)[self.group.index])
         return run.ran
 
@@ -139,9 +140,15 @@ class _Run:
     """One execution of a program."""
 
     def __init__(
-        self, engine: Engine, schedule: Schedule, batches: Sequence[Any], seed: float, train: bool, timed: bool
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        batches: Sequence[Any],
+        seeds: Sequence[float],
+        train: bool,
+        timed: bool,
     ):
-        self.engine, self.schedule, self.batches, self.seed = engine, schedule, batches, seed
+        self.engine, self.schedule, self.batches, self.seeds = engine, schedule, batches, seeds
         self.train, self.timed, self.rank = train, timed, engine.group.index
         self.mail = Mail(engine.group, engine.shape, engine.dtype, counted=train)
         self.kept: dict[tuple[int, int], _Kept] = {}  # by chunk and micro-batch
@@ -217,7 +224,7 @@ class _Run:
             self.mail.put(Message("forward", x.micro_batch, Place(self.rank, x.chunk), after), y.detach())
         if self.train:
             end = get_gradient_edge(y) if y.requires_grad else None
-            gradient = torch.full_like(y, self.seed) if after is None else None
+            gradient = torch.full_like(y, self.seeds[x.micro_batch]) if after is None else None
             self.kept[x.chunk, x.micro_batch] = _Kept(received, end, gradient)
             self.ran.peak = max(self.ran.peak, len(self.kept))
 

@@ -67,19 +67,26 @@ def remade(use: Callable[..., Tensor], *cheap: Cheap, wanted: bool = True) -> Te
 
     Nothing is saved unless something else keeps the inputs anyway. wanted: False only computes.
     """
+    if wanted and torch.is_grad_enabled():
+        return _remade(use, cheap)
+    return use(*(tensor.make(*tensor.inputs) for tensor in cheap))
+
+
+@torch.compiler.disable(recursive=False)  # what is used and made may be compiled; hooks cannot be
+def _remade(use: Callable[..., Tensor], cheap: tuple[Cheap, ...]) -> Tensor:
     made = [tensor.make(*tensor.inputs) for tensor in cheap]
-    if not (wanted and torch.is_grad_enabled()):
-        return use(*made)
     recipes = {x.untyped_storage().data_ptr(): tensor for x, tensor in zip(made, cheap, strict=True)}
     # torch asks only the innermost hooks, so what is not ours goes to those around, which tell versions of weights apart
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
+    @torch.compiler.disable
     def pack(x: Tensor) -> Any:
         recipe = recipes.get(x.untyped_storage().data_ptr())
         if recipe is not None:
             return _View(recipe, x.shape, x.stride(), int(x.storage_offset()))
         return outer[0](x) if outer else x
 
+    @torch.compiler.disable
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, _View):
             with torch.no_grad():

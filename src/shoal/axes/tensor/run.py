@@ -148,6 +148,8 @@ class TensorLayers:
     heads, kv_heads: of this rank.
     """
 
+    norm_is_local = True
+
     def __init__(self, spec: ModelSpec, group: Group, sequence: bool = False, regather: bool = False):
         self.spec, self.group, self.sequence, self.regather = spec, group, sequence and group.size > 1, regather
         self.heads = spec.heads // group.size

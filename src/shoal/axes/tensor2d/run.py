@@ -88,6 +88,11 @@ class Tensor2DLayers:
         return b // self.column_group.size, s, self.width
 
     @property
+    def norm_is_local(self) -> bool:
+        """Whether this rank has all features of its tokens."""
+        return self.row_group.size == 1
+
+    @property
     def ledger(self) -> Ledger:
         return self.grid.ledger
 

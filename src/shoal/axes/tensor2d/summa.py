@@ -54,7 +54,7 @@ class _Summa(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.row, ctx.column, ctx.put_off, ctx.place = bias, row, column, put_off, row.ledger.place
+        ctx.parameters, ctx.row, ctx.column, ctx.put_off, ctx.place = (weight, bias), row, column, put_off, row.ledger.place
         y = None
         for x_k, weight_k in zip(blocks(x, row), blocks(weight, column), strict=True):
             y = linear(x_k, weight_k) if y is None else y.add_(linear(x_k, weight_k))
@@ -65,7 +65,7 @@ class _Summa(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        row, column, queue, bias = ctx.row, ctx.column, ctx.put_off, ctx.bias
+        row, column, queue, (parameter, bias) = ctx.row, ctx.column, ctx.put_off, ctx.parameters
         x_needs, weight_needs, bias_needs = ctx.needs_input_grad[:3]
 
         def in_backward(compute: Callable[[], Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ class _Summa(torch.autograd.Function):
         if weight_needs and queue is None:
             d_weight = of_weight()
         elif weight_needs:
-            queue.add(weight, of_weight)
+            queue.add(parameter, of_weight)
         if bias_needs and queue is None:
             d_bias = gradient.flatten(0, -2).sum(dim=0)
         elif bias_needs:

@@ -74,6 +74,11 @@ class TokenFile:
             raise damaged(path, "its checksums do not fit its content")
         return opened
 
+    @property
+    def content(self) -> str:
+        """What identifies the ids, in words."""
+        return f"{self.header.tokens:,} tokens, CRC-32 {self.header.whole_check:08x}"
+
     def verify(self) -> None:
         """Reads every id and holds it against the checksum; raises RequestError naming data.path."""
         if _check_all(self.tokens) != self.header.whole_check:
