@@ -32,7 +32,7 @@ WITHOUT_TORCH = ("spec", "transfer", "mesh", "axes, planned", "plan")
 # What a room of axes/ plans with, torch-free, by the file's or the folder's name; the rest of a room runs.
 PLANNED = {
     "card", "piece", "memory", "cost", "cut", "order", "schedules", "check", "communication", "dependencies", "simulate",
-    "partition", "live", "evaluation", "stage",
+    "partition", "live", "evaluation", "stage", "tiles",
 }  # fmt: skip
 
 

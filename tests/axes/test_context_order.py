@@ -39,9 +39,9 @@ def test_sequences_are_filled_up_to_the_shortest_that_can_be_cut(kind, ranks, ul
         tree = {"layout": layout, "model": {"hidden": 48, "heads": 24}}
         filled = job_from_tree(tree | {"data": {"sequence": sequence, "pad": True}}).sequence
         job_from_tree(tree | {"data": {"sequence": filled}}).check()
-        for shorter in range(sequence, filled):
-            with pytest.raises(RequestError, match=f"{filled}.* would, or data.pad=true"):
-                job_from_tree(tree | {"data": {"sequence": shorter}}).check()
+        if filled > sequence:
+            with pytest.raises(RequestError, match=f"{filled} would, or data.pad=true"):
+                job_from_tree(tree | {"data": {"sequence": sequence}}).check()
 
 
 def seen(queries, keys, causal, window):

@@ -111,7 +111,7 @@ def on_rank(rank, world_size, text, spec, duplicate_free=False, fault=None):
     ledger.clear()
     with ledger.at(phase="optimizer", layer=None, micro_batch=None):
         routers = world.group(("dp", "cp", "tp") if cuts_tokens(layout) else ("dp", "cp"))
-        load = collect_loads([module], routers)[0]
+        load = collect_loads([module], spec.experts, routers)[0]
     world.close()
     return {
         "here": (batch, places),
@@ -356,7 +356,7 @@ def driven(rank, world, experts_by_rank, duplicate_free):
         "events": ledger.events,
         "used": (module.experts.gate_up.grad.abs().sum((1, 2)) > 0).tolist(),
         "finite": bool(module.experts.gate_up.grad.isfinite().all() and x.grad.isfinite().all()),
-        "load": collect_loads([module], group)[0],
+        "load": collect_loads([module], spec.experts, group)[0],
     }
 
 

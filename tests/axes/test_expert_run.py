@@ -233,17 +233,17 @@ def test_loads_are_counted_once_a_step_and_move_the_bias_towards_even_load():
         layers[0](x)  # an evaluation counts nothing
     layers[0](x[:2])
     layers[0](x[2:])
-    loads = collect_loads(layers, group)
+    loads = collect_loads(layers, 8, group)
     chosen = torch.tensor(token_counts(token_by_token(spec, weights, x)[2], 8))
     assert loads[0] == Load(tuple(chosen.tolist()), 0) and loads[1].chosen == (0,) * 8
-    assert collect_loads(layers, group)[0].chosen == (0,) * 8, "a step starts from zero"
+    assert collect_loads(layers, 8, group)[0].chosen == (0,) * 8, "a step starts from zero"
     update_bias(layers, loads)
     assert torch.equal(layers[0].router.bias, 0.01 * torch.sign(chosen.double().mean() - chosen))
     assert torch.equal(layers[1].router.bias, weights_of(spec, HIDDEN, seed=5)["router.bias"])
     first = loads[0].max_over_mean
     for _ in range(200):
         layers[0](x)
-        loads = collect_loads(layers[:1], group)
+        loads = collect_loads(layers[:1], 8, group)
         update_bias(layers[:1], loads)
     assert first > 1.3 and loads[0].max_over_mean < 1.1
 

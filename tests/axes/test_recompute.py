@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,18 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.axes.recompute.cost import extra_forwards, kept_bytes, mode_of, repeated_transfers
-from shoal.axes.recompute.run import Cheap, recomputed, remade
+from shoal.axes.recompute.run import recomputed
 from shoal.axes.tensor.cost import Axis, Shape, block_transfers
 from shoal.axes.tensor.run import TensorLayers
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
-from shoal.kernels.dropout import DropoutKey, dropped
+from shoal.kernels.dropout import DropoutKey
 from shoal.kernels.linear import PutOff
 from shoal.mesh import Mesh
-from shoal.model.attention import Attention, attend, visible
+from shoal.model.attention import visible
 from shoal.model.block import Block
-from shoal.model.mlp import GatedMLP, GeluMLP, swiglu
-from shoal.model.rope import rotated, rotation
+from shoal.model.rope import rotation
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 from shoal.transfer import Transfer
@@ -44,55 +42,10 @@ B, S = 3, 16
 MODES = ("none", "selective", "full")
 
 
-class Recomputing(Block):
-    """A block of the model in any mode."""
-
-    mode = "none"
-
-    def __init__(self, spec, layers):
-        super().__init__(spec, layers)
-        self.spec, self.layers = spec, layers
-
-    def forward(self, x, turn, mask, noise):
-        inside = partial(self.inside, turn=turn, mask=mask, noise=noise)
-        return recomputed(inside, x, self.layers.ledger) if self.mode == "full" else inside(x)
-
-    def inside(self, x, turn, mask, noise):
-        wanted = self.mode == "selective"
-
-        def drop(y, site):
-            return y if noise is None else dropped(y, self.dropout, noise[0][site], noise[1])
-
-        attention = partial(attention_of, self.attention, turn=turn, mask=mask, wanted=wanted)
-        x = x + drop(remade(attention, Cheap(self.attention_norm, (x,)), wanted=wanted), 0)
-        return x + drop(remade(partial(mlp_of, self.mlp, wanted=wanted), Cheap(self.mlp_norm, (x,)), wanted=wanted), 1)
-
-
-def attention_of(layer: Attention, x, turn, mask, wanted):
-    heads = (layer.heads, layer.kv_heads, layer.kv_heads)
-    q, k, v = layer.qkv(x).unflatten(-1, (sum(heads), layer.head_size)).split(heads, dim=2)
-
-    def turned(x, norm):
-        x = norm(x) if layer.qk_norm else x
-        return x if turn is None else rotated(x, turn)
-
-    q_norm, k_norm = (layer.q_norm, layer.k_norm) if layer.qk_norm else (None, None)
-    cheap = Cheap(partial(turned, norm=q_norm), (q,)), Cheap(partial(turned, norm=k_norm), (k,))
-    y = remade(lambda q, k: attend(q, k, v, mask, layer.window), *cheap, wanted=wanted and mask is None)
-    return layer.out(y.flatten(2))
-
-
-def mlp_of(layer, x, wanted):
-    if isinstance(layer, GatedMLP):
-        return remade(layer.down, Cheap(swiglu, (layer.gate_up(x),)), wanted=wanted)
-    assert isinstance(layer, GeluMLP)
-    return remade(layer.down, Cheap(partial(F.gelu, approximate="tanh"), (layer.up(x),)), wanted=wanted)
-
-
-def build(spec, layers, dtype=torch.float64):
-    """(block, its inputs, the rest it is called with); the same numbers for every layout."""
+def build(spec, layers, mode, dtype=torch.float64):
+    """(block, its inputs, the rest it is called with); the same numbers for every mode and layout."""
     torch.manual_seed(0)
-    block = Recomputing(spec, layers).to(dtype)
+    block = Block(spec, layers, recompute=mode).to(dtype)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
     x = torch.randn(B, S // layers.group.size if layers.sequence else S, spec.hidden, dtype=dtype).requires_grad_()
@@ -107,15 +60,15 @@ def layers_of(spec, group, **axis):
     return TensorLayers(spec, group, **axis)
 
 
-def alone(spec, dtype=torch.float64):
-    return build(spec, layers_of(spec, World.single().group("tp")), dtype)
+def alone(spec, mode, dtype=torch.float64):
+    return build(spec, layers_of(spec, World.single().group("tp")), mode, dtype)
 
 
-def backward(block, x, rest, mode, queue=None):
-    """(output, gradients of input and parameters) in a mode."""
-    block.mode = mode
-    for tensor in (x, *block.parameters()):
-        tensor.grad = None
+def backward(block, x, rest, queue=None):
+    """(output, gradients of input and parameters)."""
+    for module in block.modules():
+        if hasattr(module, "put_off"):
+            module.put_off = queue
     y = block(x, *rest)
     y.square().sum().backward()
     if queue is not None:
@@ -129,31 +82,25 @@ def backward(block, x, rest, mode, queue=None):
 @pytest.mark.parametrize("put_off", [False, True])
 def test_gradients_are_bit_equal(model, dtype, put_off):
     """With dropout, under every norm and MLP; also where weight gradients are put off."""
-    given = alone(MODELS[model], dtype)
-    queue = PutOff() if put_off else None
-    for module in given[0].modules():
-        if hasattr(module, "put_off"):
-            module.put_off = queue
-    plain = backward(*given, "none", queue)
-    assert all(gradient.abs().sum() > 0 for gradient in plain)
-    for mode in ("selective", "full"):
-        assert all(torch.equal(a, b) for a, b in zip(plain, backward(*given, mode, queue), strict=True)), mode
+    found = {}
+    for mode in MODES:
+        found[mode] = backward(*alone(MODELS[model], mode, dtype), PutOff() if put_off else None)
+        assert all(gradient.abs().sum() > 0 for gradient in found[mode])
+        assert all(torch.equal(a, b) for a, b in zip(found["none"], found[mode], strict=True)), mode
 
 
 def test_parameters_learn_where_the_input_needs_no_gradient():
-    block, x, rest = alone(LLAMA)
-    x = x.detach()
     for mode in MODES:
-        block.mode = mode
-        block.zero_grad()
+        block, x, rest = alone(LLAMA, mode)
+        x = x.detach()
         block(x, *rest).sum().backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in block.parameters()), mode
-    assert x.grad is None
+        assert x.grad is None
 
 
 def test_a_mask_that_changes_is_caught():
     """The check above can fail: dropout that is not a function of keys gives other gradients the second time."""
-    block, x, rest = alone(LLAMA)
+    block, x, rest = alone(LLAMA, "none")
 
     def careless(mode):
         x.grad = None
@@ -182,12 +129,11 @@ class Storages(TorchDispatchMode):
         return result
 
 
-def living_bytes(block, x, rest, mode, expected):
+def living_bytes(block, x, rest, expected):
     """Bytes that live while nothing but the block's output is held, the input's among them, the output's not.
 
     Threads of gloo let go of what they moved a moment after it arrived, so a larger number than expected gets a second.
     """
-    block.mode = mode
     others = {
         tensor.untyped_storage()._cdata
         for tensor in tree_leaves((list(block.parameters()), rest))
@@ -209,10 +155,9 @@ def living_bytes(block, x, rest, mode, expected):
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_kept_is_what_the_closed_form_says(model, dtype):
     spec = MODELS[model]
-    given = alone(spec, dtype)
-    shape = Shape(B, S, spec.hidden, given[1].element_size())
+    shape = Shape(B, S, spec.hidden, dtype.itemsize)
     planned = {mode: kept_bytes(mode, spec, shape, Axis(1, 0)) for mode in MODES}
-    found = {mode: living_bytes(*given, mode, planned[mode]) for mode in MODES}
+    found = {mode: living_bytes(*alone(spec, mode, dtype), planned[mode]) for mode in MODES}
     assert found == planned
     assert found["full"] < found["selective"] < found["none"]
     assert found["full"] == B * S * spec.hidden * shape.width  # 2 s b h at 16 bits (spec BG-5)
@@ -226,18 +171,15 @@ AXES = {"tp": {}, "sp": {"sequence": True}, "regather": {"sequence": True, "rega
 def over_ranks(rank, t, model, axis, put_off):
     """By mode: (gradients, transfers, bytes kept) of a block at layer 3 of micro-batch 2."""
     here = World(Mesh.of(Layout(tp=t)), rank, Ledger())
-    layers = layers_of(MODELS[model], here.group("tp"), **AXES[axis])
-    block, x, rest = build(MODELS[model], layers)
-    queue = PutOff() if put_off else None
-    for module in block.modules():
-        if hasattr(module, "put_off"):
-            module.put_off = queue
-    found = {}
+    spec, found = MODELS[model], {}
+    layers = layers_of(spec, here.group("tp"), **AXES[axis])
     for mode in MODES:
+        block, x, rest = build(spec, layers, mode)
+        queue = PutOff() if put_off else None
+        for module in block.modules():
+            if hasattr(module, "put_off"):
+                module.put_off = queue
         here.ledger.clear()
-        block.mode = mode
-        for tensor in (x, *block.parameters()):
-            tensor.grad = None
         with here.ledger.at(phase="backward", micro_batch=2):
             with here.ledger.at(phase="forward", layer=3):
                 y = block(x, *rest)
@@ -246,8 +188,8 @@ def over_ranks(rank, t, model, axis, put_off):
                 queue.run()
         gradients = [tensor.grad.clone() for tensor in (x, *block.parameters())]
         transfers = here.ledger.transfers()
-        planned = kept_bytes(mode, block.spec, Shape(B, S, block.spec.hidden, 8), Axis(t, rank, **AXES[axis]))
-        found[mode] = gradients, transfers, living_bytes(block, x, rest, mode, planned), planned
+        planned = kept_bytes(mode, spec, Shape(B, S, spec.hidden, 8), Axis(t, rank, **AXES[axis]))
+        found[mode] = gradients, transfers, living_bytes(block, x, rest, planned), planned
     here.close()
     return found
 

@@ -26,7 +26,7 @@ REFUSED = {
     "nan": (["train", "--train.learning_rate", "nan"], "train.learning_rate = nan is not a finite number"),
     "layout with an unknown key": (["train", "--layout", "dq=2"], "dq is not a field of layout; did you mean layout.dp?"),
     "layout without a value": (["train", "--layout", "dp"], "layout.dp has no value"),
-    "layout that is not built": (["train", "--layout", "cp=2"], "layout.cp = 2 cannot be run by this version"),
+    "experts of a dense model": (["train", "--layout", "ep=2", "--model", "tiny"], "layout.ep = 2 finds no experts in model tiny; ep=1 would do"),
     "batch that does not divide": (["train", "--layout", "dp=3"], "train.batch = 16 does not divide over dp = 3"),
     "sequence too long": (["train", "--data.sequence", "5000"], "data.sequence = 5000 is longer than model.positions_max = 1024"),
     "heads that do not divide": (["train", "--model.heads", "7"], "model.heads = 7 does not divide model.hidden = 256"),
@@ -45,7 +45,7 @@ REFUSED = {
     "tokenize to another kind of file": (["tokenize", "{text}", "--out", "{folder}/a.bin"], "a.tokens would do"),
     "tokenize nothing": (["tokenize", "{empty}", "--out", "{folder}/a.tokens"], "holds no text"),
     "tokenize to nowhere": (["tokenize", "{text}", "--out", "/dev/null/a.tokens"], "out = /dev/null cannot be written"),
-    "verify a layout that is not built": (["verify", "--layout", "pp=2"], "layout.pp = 2 cannot be run"),
+    "verify more expert ranks than divide": (["verify", "--layout", "ep=3"], "layout.ep = 3 does not divide the model's 8 experts; 1, 2, 4 or 8 would"),
     "verify no steps": (["verify", "--steps", "0"], "--steps 0 is not a number of steps"),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_what_needs_no_torch_answers_without_it():
     program = (
         "import sys\nfrom shoal.cli.main import main\n"
         "main(['train', '--layout', 'dp=2', '--dump-config'])\nmain(['train', '--dtype', 'float23'])\n"
-        "main(['verify', '--layout', 'ep=2,dp=2'])\nassert 'torch' not in sys.modules\n"
+        "main(['verify', '--layout', 'dp=2,dedup'])\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,14 +1,16 @@
 """The parameter inventory against independent counts: published ones, closed forms, transformers' models."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.spec.build import job_from_tree
-from shoal.spec.inventory import elements, flops_per_token, inventory, parameter_count
+from shoal.spec.inventory import buffers, elements, flops_per_token, inventory, parameter_count
 from shoal.spec.model import ModelSpec
+from shoal.spec.moe import MoESpec
 from shoal.spec.presets import MODELS
 
 PUBLISHED = {
@@ -20,6 +22,8 @@ PUBLISHED = {
     "llama3.1-405b": 405_853_388_800,
     "qwen3-0.6b": 596_049_920,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -57,7 +61,7 @@ def test_presets_have_the_published_number_of_parameters(name):
 
 
 def test_every_preset_is_covered_by_a_count():
-    assert set(MODELS) == {*PUBLISHED, "tiny", "demo"}
+    assert set(MODELS) == {*PUBLISHED, "tiny", "demo", "moe-tiny", "moe-demo"}
     assert 3e6 < parameter_count(preset("demo")) < 5e6
 
 
@@ -135,6 +139,36 @@ def test_names_shapes_and_cuts_of_one_model():
         "head.norm.weight",
         "head.norm.bias",
     ]
+
+
+def test_a_mixture_of_experts_is_listed_in_the_place_of_the_mlp():
+    moe = MoESpec(experts=4, expert_ffn=6, shared_experts=2, shared_ffn=5, shared_gate=True, bias=True, first_dense=1)
+    model = ModelSpec(layers=2, hidden=8, heads=2, ffn=24, vocab=11, moe=moe)
+    listed = [
+        (p.name.removeprefix("blocks.1.mlp."), p.shape, p.cut and (p.cut.dim, len(p.cut.parts)), p.experts)
+        for p in inventory(model)
+        if p.mixture
+    ]
+    assert listed == [
+        ("router.weight", (4, 8), None, 0),
+        ("experts.gate_up", (4, 12, 8), (1, 2), 4),
+        ("experts.down", (4, 8, 6), (2, 1), 4),
+        ("shared.gate_up.weight", (20, 8), (0, 2), 0),
+        ("shared.down.weight", (8, 10), (1, 1), 0),
+        ("shared_gate.weight", (1, 8), None, 0),
+    ]
+    assert all(p.decay and p.unit == "blocks.1" for p in inventory(model) if p.mixture)
+    assert [p.std for p in inventory(model) if p.name.endswith("down")] == [0.02 / math.sqrt(4)]
+    assert buffers(model) == {"blocks.1.mlp.router.bias": (4,)} and buffers(replace(model, moe=None)) == {}
+
+
+def test_a_token_uses_some_experts_only():
+    """Mixtral's 12.9 and Qwen3-30B-A3B's 3.3 thousand millions, less what is looked up and the norms."""
+    for name, active in (("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704)):
+        model = preset(name)
+        idle = model.vocab * model.hidden + sum(elements(p) for p in inventory(model) if not p.decay)
+        attention = 12 * model.layers * model.heads * model.head_size * 4096 / 2
+        assert flops_per_token(model, 4096) - attention == 6 * (active - idle)
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2", "smollm2-135m", "qwen3-0.6b", "mistral-7b"])

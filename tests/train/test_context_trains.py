@@ -132,7 +132,7 @@ def test_every_kind_trains_what_one_process_trains(pool, ranks, monkeypatch):
 
 TOGETHER = {
     2: [
-        asked("cp=2,zero=3", "window", "mha"),
+        asked("cp=2,zero=3,recompute=full", "window", "mha"),
         asked("cp=2,micro_batches=2,cp_kind=striped,zero=1", "documents, window", "gqa"),
         asked("cp=2,cp_kind=allgather", "documents", "gqa", **TIED),
     ],
@@ -143,7 +143,7 @@ TOGETHER = {
         asked("cp=2,pp=2", "documents", "gqa"),
         asked("cp=2,pp=2,cp_kind=ulysses", "causal", "mha", **TIED),
         asked("cp=2,dp=2,zero=3,order=dp-cp", "causal", "mqa", **TIED),
-        asked("cp=4,zero=3,cp_kind=ulysses", "documents", "mqa"),
+        asked("cp=4,zero=3,cp_kind=ulysses,recompute=selective", "documents", "mqa"),
         asked("cp=4,cp_kind=hybrid,ulysses=2", "window", "gqa", **TIED),
     ],
     6: [
@@ -201,16 +201,16 @@ def test_sequences_that_are_filled_up_change_nothing(pool, world, monkeypatch):
 
 def summed_over_dp_alone(rank, world, job, steps):
     """A trial that forgets the context ranks where gradients are summed, or sharded."""
-    right = trainer.data_states
+    right = trainer.stores_of
 
-    def wrong(model, job, *others):
-        return right(model, replace(job, layout=replace(job.layout, cp=1)), *others)
+    def wrong(job, rank):
+        return [replace(store, axes=("dp",), cut=replace(store.cut, axis="dp")) for store in right(job, rank)]
 
-    trainer.data_states = wrong
+    trainer.stores_of = wrong
     try:
         return trial(rank, world, job, steps)
     finally:
-        trainer.data_states = right
+        trainer.stores_of = right
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "cp=4,cp_kind=ulysses", "cp=2,dp=2", "cp=2,dp=2,cp_kind=striped,zero=1"])

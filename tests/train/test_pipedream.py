@@ -157,11 +157,11 @@ class Seen:
                 self.note("F", parameter.data, original)
             return forward(x, batch)
 
-        self.originals = [stash._place(p.data, p.untyped_storage().data_ptr()) for p in self.chunk.parameters()]
+        self.originals = [stash._place(p.data, p.untyped_storage()._cdata) for p in self.chunk.parameters()]
         self.engine.update, self.chunk.forward = updated, forwarded
 
     def snapshot(self):
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self.chunk.parameters()}
+        storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in self.chunk.parameters()}
         return {address: storage.clone() for address, storage in storages.items()}
 
     def note(self, kind, x, place):
@@ -179,7 +179,7 @@ class Seen:
         addresses = set(self.snapshots[0])
 
         def pack(x):
-            address = x.untyped_storage().data_ptr()
+            address = x.untyped_storage()._cdata
             return x, stash._place(x, address) if address in addresses else None
 
         def unpack(packed):

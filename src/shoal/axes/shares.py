@@ -14,10 +14,18 @@ from shoal.comm.world import Group
 class Shares:
     """The shared parts of this rank's gradients, in the buffers where they lie.
 
-    held: the buffers; pieces: what this rank keeps of each parameter; group: gives the group of an axis.
+    held: the buffers; pieces: what this rank keeps of each parameter; group: gives the group of an axis. different: groups
+    whose ranks hold other elements in these buffers, or others of what they share.
     """
 
-    def __init__(self, held: Iterable[Held], pieces: Sequence[Piece], group: Callable[[str], Group]):
+    def __init__(
+        self,
+        held: Iterable[Held],
+        pieces: Sequence[Piece],
+        group: Callable[[str], Group],
+        different: Sequence[Group] = (),
+    ):
+        self.different = different
         held, named = list(held), {piece.parameter.name: piece for piece in pieces}
         axes = list(dict.fromkeys(share.axis for piece in pieces for share in piece.shares))
         groups = {axis: group(axis) for axis in axes}
@@ -36,7 +44,16 @@ class Shares:
                 torch._foreach_copy_(views, list(total.split([len(view) for view in views])))
 
     def squares(self, device: torch.device) -> Tensor:
-        """Sum of the squares of the gradients that this rank counts: float64 (1,), each formed in float32 at least."""
+        """Sum of the squares of the gradients in these buffers, over the ranks that hold different ones, each element
+        counted once: float64 (1,), squares formed in float32 at least.
+        """
+        squares = self._own_squares(device)
+        for group in self.different:
+            squares = all_reduce(squares, group)
+        return squares
+
+    def _own_squares(self, device: torch.device) -> Tensor:
+        """Of the gradients that this rank counts."""
         if not self._counted:
             return torch.zeros(1, dtype=torch.float64, device=device)
         accurate = torch.promote_types(self._counted[0].dtype, torch.float32)

@@ -65,13 +65,14 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
     """The Job that a parsed command line asks for: `base`, then the job file, then shorthands, then single fields.
 
+    Where nobody chose a model and the layout has expert ranks, the base's preset is the one of the same size with experts.
     Raises RequestError for whatever cannot be: unknown fields, wrong values, a missing file.
     """
     given = vars(arguments)
     tree: dict[str, Any] = {section: dict(fields) for section, fields in (base or {}).items()}
-    if given.get("job"):
-        for section, fields in read_toml(given["job"]).items():
-            _put_section(tree, section, fields)
+    file = read_toml(given["job"]) if given.get("job") else {}
+    for section, fields in file.items():
+        _put_section(tree, section, fields)
     if given.get("layout") is not None:
         if not given["layout"].strip(", "):
             raise RequestError("layout", "--layout is empty; dp=1 would be one process, dp=2 two")
@@ -90,7 +91,16 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
                 if not isinstance(place, dict):  # a job file that says model = "tiny": the loader tells what is wrong
                     return job_from_tree(tree)
             place[last] = value
+    chosen = "model" in file or given.get("model") or given.get("model.preset")
+    if base and not chosen and _expert_ranks(tree.get("layout")):
+        tree["model"]["preset"] = f"moe-{base['model']['preset']}"
     return job_from_tree(tree)
+
+
+def _expert_ranks(layout: Any) -> bool:
+    """Whether a tree of layout's fields, text or typed, asks for more than one."""
+    ranks = str(layout.get("ep", 1)).strip() if isinstance(layout, dict) else "1"
+    return ranks.isdecimal() and int(ranks) > 1
 
 
 def _put_section(tree: dict[str, Any], section: str, fields: Any) -> None:

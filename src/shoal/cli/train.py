@@ -22,7 +22,7 @@ from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
-from shoal.train.checkpoint.fit import check_resume
+from shoal.train.checkpoint.fit import check_start
 from shoal.train.summary import Summary
 from shoal.verify.audit import audit
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if place is None:
         check_port(job.machine.port)
     _check_data(job)
-    check_resume(job)
+    check_start(job)
     with _folder(out, alone=place is None or place.rank == 0):
         try:
             if place is not None or job.layout.world == 1:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.ledger import Ledger
-from shoal.mesh import Mesh
+from shoal.mesh import PAIRS, Mesh
 from shoal.spec.layout import Layout
 
 
@@ -78,7 +78,9 @@ class World:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         ranks = tuple(self.mesh.group(axes, self.rank))
         assert list(ranks) == sorted(ranks), "torch numbers the ranks of a group in ascending order"
-        process_group = self._process_group(axes) if len(ranks) > 1 else None
+        paired = self.mesh.size("pp") > 1 and not set(PAIRS).isdisjoint(axes)
+        # A pair leaves some ranks alone, which take part in making the groups of the others.
+        process_group = self._process_group(axes) if len(ranks) > 1 or paired else None
         return Group("+".join(axes), ranks, ranks.index(self.rank), self.ledger, self.device, process_group)
 
     def close(self) -> None:

@@ -99,9 +99,11 @@ class Attention(nn.Module):
             return self.crossing(q, k, v, seen)
 
         q_norm, k_norm = (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
-        cheap = Cheap(partial(_placed, norm=q_norm, turn=turn), (q,)), Cheap(partial(_placed, norm=k_norm, turn=turn), (k,))
-        # Under a mask attention works on copies and slices of queries and keys.
-        y = remade(attended, *cheap, wanted=self.selective and not isinstance(seen, Tensor))
+        placed_q = Cheap(partial(_placed, norm=q_norm, turn=turn), (q,))
+        placed_k = Cheap(partial(_placed, norm=k_norm, turn=turn), (k,))
+        # Under a mask attention works on copies and slices of queries and keys; without rope and norms on the projection.
+        wanted = self.selective and (self.qk_norm or turn is not None) and not isinstance(seen, Tensor)
+        y = remade(attended, placed_q, placed_k, wanted=wanted)
         return self.out(y.flatten(2))
 
 

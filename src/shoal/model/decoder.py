@@ -1,11 +1,12 @@
 """The decoder: embedding, blocks, norm and head; parameters are named, shaped and ordered as in spec/inventory.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal.axes.context.run import ContextAttention, View
+from shoal.axes.expert.run import MixtureOfExperts
 from shoal.axes.pipeline.stage import Stage
 from shoal.axes.tensor.run import TensorLayers
 from shoal.comm.world import World
@@ -14,16 +15,19 @@ from shoal.model.attention import visible
 from shoal.model.batch import Batch, Setting
 from shoal.model.block import Block
 from shoal.model.layers import Layers
+from shoal.model.moe import Tokens
 from shoal.model.rope import rotation
 from shoal.spec.model import ModelSpec
+from shoal.spec.moe import MoESpec
 
 
 class Decoder(nn.Module):
-    """A dense decoder. Its weights are memory as found until `initialise` or a checkpoint fills them.
+    """A decoder, dense or with mixtures of experts. Its weights are memory as found until `initialise` or a checkpoint fills them.
 
     layers: this rank's pieces of the layers, by default whole ones; then every rank of their group calls the decoder
     with the same tokens and gets the same loss. crossing: attention across context ranks, which have parts of the
-    sequence; None where the sequence is whole. stages: the parts of the model that this rank of a pipeline holds, by
+    sequence; None where the sequence is whole. mixture: makes a layer's mixture of experts, by default a whole one.
+    stages: the parts of the model that this rank of a pipeline holds, by
     default all; `chunk` runs one of them.
 
     Everywhere: tokens int64 (b, s); positions int64 (b, s), the place of each token, by default 0 to s - 1; documents
@@ -38,6 +42,7 @@ class Decoder(nn.Module):
         layers: Layers | None = None,
         crossing: ContextAttention | None = None,
         stages: Sequence[Stage] | None = None,
+        mixture: Callable[[int, MoESpec], MixtureOfExperts] = MixtureOfExperts,
     ):
         super().__init__()
         self.spec = spec
@@ -49,9 +54,18 @@ class Decoder(nn.Module):
         with torch.device("meta"):  # torch's layers would spend seconds on random weights that are replaced anyway
             self.embedding = self.layers.embedding() if first or (last and spec.tied) else None
             if self.embedding is not None and not first:
-                self.embedding.register_parameter("positions", None)  # only the head's matrix is wanted here
+                self.embedding.positions = None  # only the head's matrix is wanted here
             self.blocks = nn.ModuleDict(
-                {str(layer): Block(spec, self.layers, crossing, modes[layer]) for layer in sorted(modes)}
+                {
+                    str(layer): Block(
+                        spec,
+                        self.layers,
+                        crossing,
+                        modes[layer],
+                        mixture(spec.hidden, spec.moe) if spec.moe and spec.moe.at(layer) else None,
+                    )
+                    for layer in sorted(modes)
+                }
             )
             self.head = self.layers.head() if last else None
         _give_memory(self, dtype, device)
@@ -64,7 +78,7 @@ class Decoder(nn.Module):
         dropout: DropoutKey | None = None,
     ) -> Tensor:
         """Scores of every next token: (b, s, V) in the model's dtype."""
-        return self._whole(Batch(tokens, None, positions, documents, dropout))
+        return self.run(Batch(tokens, None, positions, documents, dropout))
 
     def loss(
         self,
@@ -76,9 +90,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Sum of the cross-entropies in nats over targets (b, s) that are not -100; a float32 or float64 scalar.
 
-        Logits never exist whole; 0 with zero gradients when no target counts.
+        Logits never exist whole; 0 with zero gradients when no target counts. Auxiliary losses of experts are no part of
+        the value: their backward rides along, from 1, as if they were added; `Batch` has a seed for whoever scales.
         """
-        return self._whole(Batch(tokens, targets, positions, documents, dropout))
+        return self.run(Batch(tokens, targets, positions, documents, dropout))
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Scores of the one token that follows each row: (b, V). For a whole model on one rank."""
@@ -113,7 +128,8 @@ class Decoder(nn.Module):
         assert x is not None, "only the first stage has an embedding"
         for layer in stage.layers:
             with self.layers.ledger.at(layer=layer):
-                x = self.blocks[str(layer)](x, setting.turn, setting.seen, setting.sites(layer))
+                block = self.blocks[str(layer)]
+                x = block(x, setting.turn, setting.seen, setting.sites(layer), setting.routing)
         return x
 
     def finished(self, x: Tensor, targets: Tensor | None) -> Tensor:
@@ -121,7 +137,8 @@ class Decoder(nn.Module):
         assert self.head is not None
         return self.head(x, self._tied(), targets)
 
-    def _whole(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
+        """The whole model on a batch: logits (b, s, V), or with targets the sum of losses, see `loss`."""
         (stage,) = self.stages
         return self.finished(self.through(None, batch, stage), batch.targets)
 
@@ -148,7 +165,15 @@ class Decoder(nn.Module):
         else:
             whole = sequence * self.crossing.group.size
             seen = self.crossing.view(whole, causal=True, window=spec.window, documents=documents)
-        return Setting(turn, seen, noise)
+        return Setting(turn, seen, noise, self._routing(batch) if spec.moe else None)
+
+    def _routing(self, batch: Batch) -> Tokens:
+        order, tokens = batch.order, batch.tokens
+        if order is None:
+            order = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        counted = None if batch.targets is None else self.layers.own_tokens(batch.targets >= 0)
+        seed = torch.tensor(batch.seed, dtype=torch.float64, device=tokens.device)
+        return Tokens(counted, self.layers.own_tokens(order), seed)
 
     def _tied(self) -> Tensor | None:
         if not self.spec.tied:
@@ -165,7 +190,8 @@ def _give_memory(module: nn.Module, dtype: torch.dtype, device: torch.device | s
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=device)))
         for name, buffer in list(part.named_buffers(recurse=False)):
-            setattr(part, name, torch.empty_like(buffer, dtype=dtype, device=device))
+            accurate = torch.promote_types(dtype, buffer.dtype)  # steps of a routing bias would vanish in 16 bit
+            setattr(part, name, torch.empty_like(buffer, dtype=accurate, device=device))
 
 
 class Chunk(nn.Module):

@@ -49,6 +49,10 @@ class Layers(Protocol):
         """The rank's part of x (b, s) along the batch."""
         ...
 
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """The rank's part of x (b, s) as its tokens lie between layer pairs."""
+        ...
+
     def residual(self, b: int, s: int) -> tuple[int, int, int]:
         """The shape of the rank's part of (b, s, h) between layer pairs."""
         ...

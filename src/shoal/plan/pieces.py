@@ -55,14 +55,21 @@ def _cut(job: Job, mesh: Mesh, rank: int, parameter: Parameter) -> Piece:
     return tensor.piece(parameter, layout.tp_size, mesh.coordinate("tp", rank), layout.sp)
 
 
-def _shared_along_pipeline(job: Job, piece: Piece) -> Piece:
-    """The piece, with the pipeline ranks that keep it too: stages that exist twice, and a matrix that both ends use."""
+def pair_of(job: Job) -> str | None:
+    """The axis along which some pipeline ranks keep the same: "twin" where stages exist twice, "ends" where both ends use a
+    tied matrix. All ranks have to know, since all of them take part in making its groups.
+    """
+    if job.layout.pp == 1:
+        return None
     routes = schedule_of(job).routes
-    axis = None
     if len(routes) > 1:
-        axis = "twin"
-    elif job.model.tied and piece.parameter.name == TIED and routes[0][0].rank != routes[0][-1].rank:
-        axis = "ends"
-    if axis is None:
+        return "twin"
+    return "ends" if job.model.tied and routes[0][0].rank != routes[0][-1].rank else None
+
+
+def _shared_along_pipeline(job: Job, piece: Piece) -> Piece:
+    """The piece, with the pipeline rank that keeps it too."""
+    axis = pair_of(job)
+    if axis is None or (axis == "ends" and piece.parameter.name != TIED):
         return piece
     return replace(piece, shares=(*piece.shares, Share(axis, 0, piece.shape[0], partial=True)))

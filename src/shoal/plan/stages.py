@@ -119,3 +119,12 @@ def chunks_of(job: Job, mesh: Mesh, rank: int) -> list[Stage]:
         return stages
     schedule, place = schedule_of(job), mesh.coordinate("pp", rank)
     return [stages[schedule.stage_of(place, chunk)] for chunk in range(schedule.chunks(place))]
+
+
+def stages_for(job: Job, mesh: Mesh, rank: int, micro_batch: int) -> list[Stage]:
+    """The stages that a micro-batch goes through on `rank`."""
+    if job.layout.pp == 1:
+        return stages_of(job)
+    schedule, stages, place = schedule_of(job), stages_of(job), mesh.coordinate("pp", rank)
+    route = schedule.routes[schedule.route_of[micro_batch % schedule.micro_batches]]
+    return [stage for stage, at in zip(stages, route, strict=True) if at.rank == place]

@@ -46,7 +46,8 @@ class RopeSpec:
 class ModelSpec:
     """A decoder. kv_heads, head_size and ffn may be given as None and are resolved, so readers always see ints.
 
-    moe: the experts that some layers have in the place of their MLP; None where all are dense. Raises RequestError when the sizes do not fit each other.
+    moe: the experts that some layers have in the place of their MLP; None where all are dense. Raises RequestError when the
+    sizes do not fit each other.
     """
 
     name: str = described("custom", "name of the model, for people")

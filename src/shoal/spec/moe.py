@@ -94,6 +94,11 @@ class MoESpec:
         """Width of all shared experts together: they are one MLP; 0 without."""
         return self.shared_experts * self.shared_ffn
 
+    @property
+    def losses(self) -> bool:
+        """Whether there are auxiliary losses."""
+        return self.aux_loss > 0 or self.z_loss > 0
+
     def at(self, layer: int) -> bool:
         """Whether layer number `layer`, from 0, has experts."""
         return layer >= self.first_dense and (layer + 1) % self.every == 0

@@ -97,6 +97,52 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope": {"theta": 10000.0},
         "window": 4096,
     },
+    # Ours: `tiny` and `demo` with experts, which take a fresh layout such as ep=2 where no other model is asked for.
+    "moe-tiny": {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab": 257,
+        "positions_max": 512,
+        "moe": {"experts": 8, "top_k": 2, "expert_ffn": 64, "shared_experts": 1, "aux_loss": 0.01, "z_loss": 0.001},
+    },
+    "moe-demo": {
+        "layers": 6,
+        "hidden": 256,
+        "heads": 4,
+        "vocab": 257,
+        "positions_max": 1024,
+        "tied": True,
+        "moe": {"experts": 8, "top_k": 2, "expert_ffn": 352, "aux_loss": 0.01, "z_loss": 0.001},
+    },
+    # config.json of mistralai/Mixtral-8x7B-v0.1 and of Qwen/Qwen3-30B-A3B. aux_loss: router_aux_loss_coef, of a loss that
+    # transformers takes over all layers at once, where here each layer has one.
+    "mixtral-8x7b": {
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "vocab": 32000,
+        "positions_max": 32768,
+        "norm_eps": 1e-5,
+        "rope": {"theta": 1000000.0},
+        "moe": {"experts": 8, "top_k": 2, "expert_ffn": 14336, "aux_loss": 0.02},
+    },
+    "qwen3-30b-a3b": {
+        "layers": 48,
+        "hidden": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_size": 128,
+        "ffn": 6144,
+        "vocab": 151936,
+        "positions_max": 40960,
+        "norm_eps": 1e-6,
+        "rope": {"theta": 1000000.0},
+        "qk_norm": True,
+        "moe": {"experts": 128, "top_k": 8, "expert_ffn": 768, "aux_loss": 0.001},
+    },
 }
 
 # Peak of one device for matrix products, dense, TFLOP/s. float64 is the tensor cores'; float32 is without TF32, which

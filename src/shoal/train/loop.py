@@ -3,13 +3,15 @@
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
 from shoal.model.sample import sample
+from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.traffic import evaluation_transfers, step_transfers, times
 from shoal.spec.errors import RequestError
 from shoal.spec.inventory import flops_per_token
@@ -20,11 +22,13 @@ from shoal.train.checkpoint.run import Checkpoints
 from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
+from shoal.train.experts import load_metrics
 from shoal.train.files import removed, room_in
 from shoal.train.metrics import MetricsWriter
 from shoal.train.summary import NotFinite, Summary
 from shoal.train.trainer import StepResult, Trainer
 from shoal.train.weights import one_process, save_weights, whole_weights
+from shoal.transfer import Transfer
 
 PROMPT = "def "  # what the sample at the end of a run continues
 SAMPLE_TEMPERATURE = 0.7
@@ -118,7 +122,7 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
                     f"{train.max_skipped} steps in a row, up to step {step}, had a loss or gradients that are not finite; "
                     f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
-    measured = world.ledger.transfers()
+    measured, sent = world.ledger.transfers(), trainer.mixtures.sent_by_all()
     weights = whole_weights(trainer)
     text = ""
     if leads:
@@ -139,10 +143,21 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         skipped_at_end=tally.skipped_in_a_row,
         peak_memory=peak_memory(world.device.type),
         text=text,
-        predicted=times(step_transfers(job, world.rank), train.steps - first)
-        + times(evaluation_transfers(job, world.rank, len(held_out)), tally.evaluations),
+        predicted=_planned(job, world.rank, train.steps - first, len(held_out), tally.evaluations, sent),
         measured=measured,
     )
+
+
+def _planned(
+    job: Job, rank: int, steps: int, forwards: int, evaluations: int, sent: Mapping[int, Sent]
+) -> list[Transfer]:
+    """The plan of a run's steps and of its evaluations of `forwards` micro-batches; sent: where its tokens went, by rank."""
+    return [
+        *times(step_transfers(job, rank, tokens=False), steps),
+        *times(evaluation_transfers(job, rank, forwards, tokens=False), evaluations),
+        *routed_transfers(job, rank, sent, "step", steps, job.layout.micro_batches),
+        *routed_transfers(job, rank, sent, "evaluate", evaluations, forwards),
+    ]
 
 
 def write_sample(model: Decoder, job: Job) -> str:
@@ -170,10 +185,12 @@ def _line(job: Job, world: World, result: StepResult, tally: Tally, seconds: flo
     tokens_per_s = result.tokens / seconds
     peak = job.machine.peak(job.train.dtype)
     flops = tokens_per_s * flops_per_token(job.model, job.data.sequence)
-    return asdict(result) | {
+    measured = {name: value for name, value in vars(result).items() if name != "loads"}
+    return measured | {
         "skipped": tally.skipped,
         "seconds": seconds,
         "tokens_per_s": tokens_per_s,
         "utilisation": flops / (peak * world.size) if peak else None,
         "peak_memory": peak_memory(world.device.type),
+        **load_metrics(result.loads, job.layout.ep),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from shoal.axes.pipeline.run import Engine
+from shoal.axes.pipeline.run import Engine, Ran
 from shoal.axes.pipeline.schedules.instruction import Instruction
 from shoal.axes.zero.cost import Parts
 from shoal.comm.world import World
@@ -19,7 +19,7 @@ class Pipeline:
     """This rank's stages of `model` under the job's schedule, with their gradients in `states`.
 
     parts: what the states move at once, by name; a chunk's begin with its number. updating: whether the schedule updates
-    weights between micro-batches; then this rank holds one chunk.
+    weights between micro-batches; then this rank holds one chunk. ran: what the last step left behind.
     """
 
     def __init__(self, job: Job, world: World, model: Decoder, states: States, parts: Parts):
@@ -44,6 +44,7 @@ class Pipeline:
             update=self._updated,
         )
         self._update: Callable[[], None] | None = None
+        self.ran: Ran | None = None
 
     def step(self, batches: Sequence[Batch], seeds: Sequence[float], update: Callable[[], None] | None = None) -> float:
         """Forwards and backwards of all micro-batches; the sum of losses known here.
@@ -54,7 +55,7 @@ class Pipeline:
         self._update = update
         ledger = self.engine.group.ledger
         with ledger.at(phase="backward"), nullcontext() if self.updating else self.states.interleaved():
-            ran = self.engine.step(batches, seeds)
+            ran = self.ran = self.engine.step(batches, seeds)
         return float(sum(map(float, ran.losses.values())))
 
     def evaluate(self, batches: Sequence[Batch]) -> float:

@@ -11,24 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.axes.shares import Shares
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import Group, World
 from shoal.kernels.dropout import DropoutKey
 from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
-from shoal.plan.pieces import pieces_of
+from shoal.plan.pieces import pair_of, pieces_of
 from shoal.plan.stages import chunks_of, mini_batches
-from shoal.plan.traffic import parts_of
+from shoal.plan.traffic import parts_of, stores_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch, filled
+from shoal.train.experts import LayerLoad, Mixtures, mixture_of
 from shoal.train.host import keep_freed_memory
 from shoal.train.layers import crossing_of, layers_of
 from shoal.train.optimizer import AdamW
 from shoal.train.pipeline import Pipeline
 from shoal.train.schedule import learning_rate
-from shoal.train.states import States, data_states
+from shoal.train.states import States, states_of
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm, so that runs can be held against plain torch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,7 +44,7 @@ class Batches(Protocol):
 class StepResult:
     """What every rank knows after a step. loss: mean over the `tokens` valid tokens of the whole batch, in nats.
 
-    grad_norm: before clipping; of a step of several updates the root of the mean square of theirs.
+    grad_norm: before clipping; of a step of several updates the root of the mean square of theirs. loads: of experts.
     """
 
     step: int
@@ -53,6 +53,7 @@ class StepResult:
     learning_rate: float
     tokens: int
     skipped: bool
+    loads: tuple[LayerLoad, ...] = ()
 
 
 class Trainer:
@@ -66,22 +67,27 @@ class Trainer:
         self.job, self.world, self.batches = job, world, batches
         self.data_group = world.group(job.layout.data_axes)
         keep_freed_memory(world.device)
-        self.model_group = world.group(("tp", "pp"))  # the ranks that together hold the model once
+        # the ranks that together hold the model once, or with experts apart a few times
+        self.model_group = world.group(("tp", "pp") if job.layout.ep == 1 else ("dp", "cp", "tp", "pp"))
+        if pair := pair_of(job):
+            world.group(pair)  # a collective; later those alone ask for it who keep what another keeps too
         self.dtype = DTYPES[job.train.dtype]
-        self.pieces, parts = pieces_of(job, world.rank), parts_of(job, world.rank)
+        self.pieces = pieces_of(job, world.rank)
         stages = chunks_of(job, world.mesh, world.rank)
         crossing = crossing_of(job, world)
         self.places = (
             np.arange(job.sequence) if crossing is None else crossing.places(job.sequence)
         )  # of the tokens here
-        self.model = Decoder(job.model, self.dtype, world.device, layers_of(job, world), crossing, stages)
+        layers, mixture = layers_of(job, world), mixture_of(job, world)
+        self.model = Decoder(job.model, self.dtype, world.device, layers, crossing, stages, mixture)
         if drawn:
             initialise(self.model, job.model, job.train.seed, self.pieces)
-        self.states = data_states(self.model, job, world, self.pieces, parts)
+        self.mixtures = Mixtures(job, world, self.model)
+        self.states, self.shares = states_of(self.model, job, world, self.pieces, stores_of(job, world.rank))
         pipelined = job.layout.pp > 1
+        parts = parts_of(job, world.rank)
         self.pipeline = Pipeline(job, world, self.model, self.states, parts) if pipelined else None
         self.mini_batches = mini_batches(job)
-        self.shares = Shares(self.states.held(), self.pieces, world.group)
         folder = Path(job.train.out) / "optimizer" / f"rank{world.rank}"
         self.optimizer = AdamW(self.states.runs(), job.train, world.ledger, folder)
         if job.train.compile:
@@ -102,10 +108,12 @@ class Trainer:
         seeds = [1 / max(1, count) for run, count in zip(self.mini_batches, valid, strict=True) for _ in run]
         updating = self.pipeline is not None and self.pipeline.updating
         run = partial(self._updating, rate=rate) if updating else self._accumulating
+        batches = [replace(batch, seed=seed) for batch, seed in zip(batches, seeds, strict=True)]
         loss_sum, squares = run(batches, seeds)
         if inspect:
             inspect(self.states)
         with ledger.at(phase="optimizer"):
+            loss_sum += self.mixtures.auxiliary()
             mean_loss = self._sum_over_stages(self._sum_over_samples(loss_sum)) / max(1, sum(valid))
             norm = float(all_reduce(squares, self.world.group("pp"))) ** 0.5
             finite = math.isfinite(norm) and math.isfinite(mean_loss)
@@ -113,7 +121,8 @@ class Trainer:
                 if 0 < train.clip < norm + CLIP_EPS:
                     self.states.scale(train.clip / (norm + CLIP_EPS))
                 self._update(rate)
-        return StepResult(step, mean_loss, norm, rate, sum(valid), skipped=not finite)
+            loads = self.mixtures.settle(moves_bias=finite)
+        return StepResult(step, mean_loss, norm, rate, sum(valid), skipped=not finite, loads=loads)
 
     def _accumulating(self, batches: Sequence[Batch], seeds: Sequence[float]) -> tuple[float, Tensor]:
         """Forwards and backwards of all micro-batches, and no update: the sum of losses, the squares of the gradients."""
@@ -140,12 +149,10 @@ class Trainer:
     def _complete(self) -> Tensor:
         """Completes the gradients; the sum of their squares over the ranks of this stage, each element counted once."""
         with self.world.ledger.at(phase="backward"):
-            self.shares.sum()
+            for shares in self.shares:
+                shares.sum()
         with self.world.ledger.at(phase="optimizer"):
-            squares = self.shares.squares(self.world.device)
-            for group in (self.states.shards, self.world.group("tp")):
-                squares = all_reduce(squares, group)
-        return squares
+            return torch.stack([shares.squares(self.world.device) for shares in self.shares]).sum(0)
 
     def _update(self, rate: float) -> None:
         """One update of this rank's weights with the gradients as they are."""
@@ -165,7 +172,7 @@ class Trainer:
 
     def _loss(self, batch: Batch) -> Tensor:
         assert batch.targets is not None
-        return self.model.loss(batch.tokens, batch.targets, batch.positions, batch.documents, batch.dropout)
+        return self.model.run(batch)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -194,7 +201,10 @@ class Trainer:
         if self.job.model.dropout:
             samples = tensor(np.asarray(micro_batch.samples, dtype=np.int64))
             dropout = DropoutKey(self.job.train.seed, step, samples, places)
-        return Batch(tokens, targets, positions, documents, dropout)
+        order = None
+        if self.job.model.moe and self.job.model.moe.capacity:
+            order = tensor(np.asarray(micro_batch.samples, dtype=np.int64))[:, None] * self.job.sequence + places
+        return Batch(tokens, targets, positions, documents, dropout, order)
 
     def _valid(self, batches: Sequence[Batch]) -> list[int]:
         """Valid tokens of each mini-batch over all ranks, exact below 2^53."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,46 +10,77 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.axes.piece import Piece
 from shoal.comm.collectives import gather
+from shoal.comm.world import Group
 from shoal.model.decoder import Decoder
 from shoal.plan.pieces import pieces_of
+from shoal.spec.inventory import buffers
 from shoal.train.files import removed, room_in
 from shoal.train.trainer import Trainer
 
 
 @torch.no_grad()
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Every parameter whole, by name, on the CPU of rank 0; nothing on the others, but all ranks call it.
+    """Every parameter and buffer whole, by name, on the CPU of rank 0; nothing on the others, but all ranks call it.
 
     The ledger does not count what moves.
     """
     world, group = trainer.world, trainer.model_group
-    leads, takes_part = world.rank == 0, 0 in group.ranks
+    takes_part = 0 in group.ranks
+    holders = _holders(trainer) if takes_part else {}
     kept: dict[str, Tensor] = {}
     if takes_part or trainer.states.shared:
         for name, weight in trainer.states.weights():
-            if takes_part:
+            if takes_part and holders[name][group.index] is not None:
                 kept[name] = weight.detach().clone()
     if not takes_part:
         return {}
-    pieces = [{piece.parameter.name: piece for piece in pieces_of(trainer.job, rank)} for rank in group.ranks]
     wholes: dict[str, Tensor] = {}
     with world.ledger.off():
-        for name in dict.fromkeys(name for of_rank in pieces for name in of_rank):
-            holders = [of_rank.get(name) for of_rank in pieces]
-            sizes = [0 if piece is None else torch.Size(piece.shape).numel() for piece in holders]
-            own = kept.pop(name).flatten() if name in kept else next(iter(trainer.model.parameters())).new_empty(0)
-            parts = gather(own, group, root=0, sizes=sizes)
-            if leads:
-                wholes[name] = _joined(holders, parts.cpu().split(sizes))
+        for name, pieces in holders.items():
+            shapes = [None if piece is None else piece.shape for piece in pieces]
+            if parts := _gathered(kept.pop(name, None), trainer.dtype, shapes, group):
+                wholes[name] = _joined(pieces, parts)
+        named = dict(trainer.model.named_buffers())
+        for name, shape in buffers(trainer.job.model).items():
+            routers = holders[name.replace("bias", "weight")]  # a bias lies where its router's weight does
+            first = next(place for place, piece in enumerate(routers) if piece is not None)
+            own = named[name] if group.index == first else None
+            accurate = torch.promote_types(trainer.dtype, torch.float32)
+            shapes = [shape if place == first else None for place in range(group.size)]
+            if parts := _gathered(own, accurate, shapes, group):
+                wholes[name] = parts[first].view(shape)
     return wholes
 
 
-def _joined(holders, parts) -> Tensor:
+def _holders(trainer: Trainer) -> dict[str, list[Piece | None]]:
+    """By parameter, for each rank of the model's group: the piece it brings; None where an earlier one brings the same."""
+    ranks = trainer.model_group.ranks
+    holders: dict[str, list[Piece | None]] = {}
+    for place, rank in enumerate(ranks):
+        for piece in pieces_of(trainer.job, rank):
+            of_all = holders.setdefault(piece.parameter.name, [None] * len(ranks))
+            if all(piece.runs != other.runs for other in of_all if other):
+                of_all[place] = piece
+    return holders
+
+
+def _gathered(
+    own: Tensor | None, dtype: torch.dtype, shapes: Sequence[Sequence[int] | None], group: Group
+) -> list[Tensor]:
+    """On the group's first rank what each of them brings, flat and on the CPU; nothing on the others."""
+    sizes = [0 if shape is None else torch.Size(shape).numel() for shape in shapes]
+    flat = torch.empty(0, dtype=dtype, device=group.device) if own is None else own.flatten()
+    parts = gather(flat, group, root=0, sizes=sizes)
+    return list(parts.cpu().split(sizes)) if group.index == 0 else []
+
+
+def _joined(pieces: Sequence[Piece | None], parts: Sequence[Tensor]) -> Tensor:
     """One parameter out of the pieces of those that hold it."""
-    first = next(piece for piece in holders if piece is not None)
+    first = next(piece for piece in pieces if piece is not None)
     whole = torch.empty(first.parameter.shape, dtype=parts[0].dtype)
-    for piece, part in zip(holders, parts, strict=True):
+    for piece, part in zip(pieces, parts, strict=True):
         if piece is not None:
             piece.put(part.view(piece.shape), whole)
     return whole

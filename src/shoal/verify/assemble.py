@@ -12,12 +12,13 @@ Held = Mapping[str, np.ndarray]  # by parameter, what one rank holds of it
 
 
 def whole_record(records: Sequence[Record], pieces: Sequence[Sequence[Piece]]) -> Record:
-    """What all ranks together saw: losses of the first, gradients and weights whole. Both arguments go by rank."""
+    """What all ranks together saw: losses of the first, gradients, weights and buffers whole. Both arguments go by rank."""
     steps = range(len(records[0].gradients))
     return replace(
         records[0],
         gradients=[assembled([record.gradients[step] for record in records], pieces) for step in steps],
         weights=assembled([record.weights for record in records], pieces),
+        buffers={name: buffer for record in reversed(records) for name, buffer in record.buffers.items()},
     )
 
 

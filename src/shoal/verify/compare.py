@@ -1,20 +1,25 @@
 """Compares what a layout computed with what one process computed: losses, gradients, weights, norms. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank saw of a trial. gradients: per step, per parameter, summed over all tokens; of its pieces alone."""
+    """What one rank saw of a trial. gradients: per step, per parameter, summed over all tokens; of its pieces alone.
+
+    buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py.
+    """
 
     losses: list[float]
     grad_norms: list[float]
     gradients: Sequence[Mapping[str, np.ndarray]]
     weights: Mapping[str, np.ndarray]
     transfers: list
+    buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    sent: Mapping = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ def relative(found: np.ndarray | float, truth: np.ndarray | float) -> float:
 
 
 def compare(found: Record, truth: Record) -> dict[str, Error]:
-    """The worst relative error of each kind: "loss", "grad", "weights", "grad_norm"."""
+    """The worst relative error of each kind: "loss", "grad", "weights" (with buffers), "grad_norm"."""
+    kept = {**found.weights, **found.buffers}
     return {
         "loss": _worst(_by_step("loss", found.losses, truth.losses)),
         "grad": _worst(
@@ -45,8 +51,8 @@ def compare(found: Record, truth: Record) -> dict[str, Error]:
             for name, gradient in of_truth.items()
         ),
         "weights": _worst(
-            (relative(found.weights.get(name, np.nan), weight), f"{name} after {len(truth.losses)} steps")
-            for name, weight in truth.weights.items()
+            (relative(kept.get(name, np.nan), weight), f"{name} after {len(truth.losses)} steps")
+            for name, weight in {**truth.weights, **truth.buffers}.items()
         ),
         "grad_norm": _worst(_by_step("gradient norm", found.grad_norms, truth.grad_norms)),
     }

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.comm.world import World
 from shoal.kernels.dropout import DropoutKey
+from shoal.model.batch import Batch
 from shoal.model.decoder import Decoder
 from shoal.model.init import initialise
 from shoal.plan.stages import stages_of
@@ -19,6 +21,7 @@ from shoal.spec.inventory import inventory
 from shoal.spec.job import Job, TrainSpec
 from shoal.spec.layout import Layout
 from shoal.train.data.share import MicroBatch, filled
+from shoal.train.experts import Mixtures
 from shoal.train.schedule import learning_rate
 from shoal.train.trainer import DTYPES
 from shoal.verify.compare import Record
@@ -43,6 +46,7 @@ def delayed(rank: int, world: int, job: Job, steps: int) -> Record:
     batches = MadeUpBatches(replace(job, layout=Layout(micro_batches=m)), 0)
     model = Decoder(job.model, DTYPES[job.train.dtype])
     initialise(model, job.model, job.train.seed)
+    experts = Mixtures(replace(job, layout=Layout()), World.single(), model)
     named = dict(model.named_parameters())
     stages = [_Stage({name: named[name].detach().clone() for name in names}, job.train) for names in _names(job)]
     losses, norms, gradients = [], [], []
@@ -58,19 +62,21 @@ def delayed(rank: int, world: int, job: Job, steps: int) -> Record:
             for i in mini_batch:
                 for s, stage in enumerate(stages):
                     stage.show(version(p, s, i), named)
-                loss = _loss(model, job, micro_batches[i], step)
+                loss = _loss(model, job, micro_batches[i], step, 1 / count)
                 (loss / count).backward()  # adds up in .grad
-                summed += float(loss.detach())
+                summed += float(loss.detach()) + experts.auxiliary()
             found = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
             for stage in stages:
                 stage.update(found, learning_rate(step, job.train))
             squares.append(sum([float(gradient.double().square().sum()) for gradient in found.values()]))
             model.zero_grad()
+        experts.settle(moves_bias=True)
         losses.append(summed / max(1, sum(tokens)))
         norms.append(float(np.sqrt(np.mean(squares))))
         gradients.append({name: gradient.numpy() for name, gradient in found.items()})
     weights = {name: weight.detach().numpy() for stage in stages for name, weight in stage.newest.items()}
-    return Record(losses, norms, gradients, weights, [])
+    buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
+    return Record(losses, norms, gradients, weights, [], buffers)
 
 
 class _Stage:
@@ -118,14 +124,18 @@ def _names(job: Job) -> Sequence[Sequence[str]]:
     ]
 
 
-def _loss(model: Decoder, job: Job, micro_batch: MicroBatch, step: int) -> Tensor:
-    """Sum of the losses of a micro-batch of all ranks."""
+def _loss(model: Decoder, job: Job, micro_batch: MicroBatch, step: int, seed: float) -> Tensor:
+    """Sum of the losses of a micro-batch of all ranks. seed: what its gradient will be."""
     whole = filled(micro_batch, job.sequence)
     places = torch.arange(job.sequence)
-    return model.loss(
-        torch.from_numpy(whole.tokens),
-        torch.from_numpy(whole.targets),
-        places.clamp(max=job.model.positions_max - 1)[None],
-        None if whole.documents is None else torch.from_numpy(whole.documents),
-        DropoutKey(job.train.seed, step, torch.from_numpy(whole.samples), places) if job.model.dropout else None,
+    dropout = DropoutKey(job.train.seed, step, torch.from_numpy(whole.samples), places) if job.model.dropout else None
+    return model.run(
+        Batch(
+            torch.from_numpy(whole.tokens),
+            torch.from_numpy(whole.targets),
+            places.clamp(max=job.model.positions_max - 1)[None],
+            None if whole.documents is None else torch.from_numpy(whole.documents),
+            dropout,
+            seed=seed,
+        )
     )

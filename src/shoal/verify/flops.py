@@ -54,7 +54,7 @@ def _attention(products: int, query: int, causal: int) -> Callable[..., int]:
     def flops(*args: Any) -> int:
         q, k = args[query : query + 2]
         rows, keys = q.shape[2], k.shape[2]
-        pairs = rows * (rows + 1) // 2 if args[causal] else rows * keys
+        pairs = rows * (rows + 1) // 2 if len(args) > causal and args[causal] else rows * keys
         return products * 2 * prod(q.shape[:2]) * pairs * q.shape[3]
 
     return flops

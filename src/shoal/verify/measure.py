@@ -2,15 +2,19 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from shoal.axes.zero.run import ZeRO
 from shoal.kernels.linear import PutOff
+from shoal.train.states import Together
 from shoal.train.trainer import Trainer
 
 
@@ -21,22 +25,24 @@ def measured_step(trainer: Trainer, step: int) -> dict[str, int]:
     with weight gradients that were put off; not weights, of which autograd keeps views.
     """
     kept = Kept(trainer.model.parameters())
-    with kept.watching(), kept.putting_off(trainer):
+    with kept.watching(trainer):
         trainer.step(step)
     return {**held(trainer), "activations": kept.peak}
 
 
 def held(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's states between steps, and the most of what ZeRO puts together meanwhile."""
-    states = trainer.states
-    parts = states.parts if isinstance(states, ZeRO) else states.buckets
+    states = trainer.states.states if isinstance(trainer.states, Together) else [trainer.states]
+    parts = [part for each in states for part in (each.parts if isinstance(each, ZeRO) else each.buckets)]
     found = {
         "weights": _bytes([part.weights for part in parts]),
         "gradients": _bytes([part.gradients for part in parts]),
         "optimizer": trainer.optimizer.state_bytes(),
     }
-    if isinstance(states, ZeRO):
-        found |= {category: states.memory.peak[category] for category in ("gathered", "buckets")}
+    for category in ("gathered", "buckets"):
+        found[category] = sum(each.memory.peak[category] for each in states if isinstance(each, ZeRO))
+    ran = trainer.pipeline.ran if trainer.pipeline else None
+    found["versions"] = (max(ran.versions.values(), default=1) - 1) * found["weights"] if ran else 0
     return found
 
 
@@ -51,35 +57,72 @@ class Kept:
     def __init__(self, weights: Iterable[Tensor]):
         self.now = self.peak = 0
         self._uses: Counter[int] = Counter()  # of a storage, by its address
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
-
-    def watching(self) -> saved_tensors_hooks:
-        """Inside, what autograd saves is counted, until it is gone."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        self._fresh: list[_Waiting] = []
+        self._other = {weight.untyped_storage()._cdata for weight in weights}
 
     @contextmanager
-    def putting_off(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, what waits with weight gradients that a pipeline put off is counted, until they are made."""
-        queues = trainer.pipeline.engine.queues.values() if trainer.pipeline else []
-        for queue in queues:
-            queue.take = partial(self._taken, queue.take)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
+    def watching(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, everything that is kept for a backward of the trainer is counted, until it is gone."""
+        queues = list(trainer.pipeline.engine.queues.values()) if trainer.pipeline else []
+        with ExitStack() as stack:
+            for block in trainer.model.blocks.values():
+                stack.enter_context(_removed(block.register_forward_pre_hook(self._shared)))
             for queue in queues:
-                del queue.take  # the class's own is back
+                queue.add = partial(self._put_off, queue.add)  # type: ignore[method-assign]
+                queue.take = partial(self._taken, queue.take)  # type: ignore[method-assign]
+                for name in ("add", "take"):
+                    stack.callback(delattr, queue, name)  # the class's own is back
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            yield
+
+    def _shared(self, block: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """What a block gets beside its input belongs to all of the micro-batch's blocks."""
+        for x in tree_leaves(arguments[1:]):
+            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self._other:
+                self._other.add(key)
+                weakref.finalize(x.untyped_storage(), self._other.discard, key)  # the address may be used again
+
+    def _put_off(self, add: Callable[..., None], parameter: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
+        waiting = _Waiting(compute, inputs)
+        self._fresh.append(waiting)
+        add(parameter, waiting, *inputs)
 
     def _taken(self, take: Callable[[], PutOff]) -> PutOff:
-        taken = take()
-        weakref.finalize(taken, list[_Counted].clear, [_Counted(x, self) for x in taken.inputs()])
-        return taken
+        self._settle()
+        return take()
+
+    def _settle(self) -> None:
+        """Counts what has been put off since; not at once, as what it stands for in the graph is gone only after its block."""
+        for waiting in self._fresh:
+            waiting.counted = [_Counted(x, self) for x in waiting.inputs]
+        self._fresh = []
 
     def _pack(self, x: Tensor) -> "Tensor | _Counted":
-        return x if x.untyped_storage()._cdata in self._weights else _Counted(x, self)
+        self._settle()
+        return x if x.untyped_storage()._cdata in self._other else _Counted(x, self)
 
     @staticmethod
     def _unpack(packed: "Tensor | _Counted") -> Tensor:
         return packed.tensor if isinstance(packed, _Counted) else packed
+
+
+class _Waiting:
+    """A gradient that was put off; what it needs counts until it is made."""
+
+    def __init__(self, compute: Callable[..., Tensor], inputs: Sequence[Tensor]):
+        self.compute, self.inputs, self.counted = compute, inputs, list[_Counted]()
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.inputs, self.counted = (), []
+        return self.compute(*inputs)
+
+
+@contextmanager
+def _removed(hook: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _Counted:

@@ -92,7 +92,10 @@ def rehearse(job: Job, rank: int) -> Rehearsal:
     mesh = mesh_of(job)
     with rehearsed(mesh, rank) as world, FakeTensorMode(), WithoutValues() as seen:
         trainer = Trainer(eager, world, Blank(job), drawn=False)
-        seen.flops.clear()
+        if job.layout.zero == 3:
+            with world.ledger.off():
+                trainer.step(0)  # in which stage 3 learns what to fetch ahead
+        seen.begin()
         held = measured_step(trainer, 0)
     return Rehearsal(
         str(job.layout),
@@ -141,6 +144,11 @@ class WithoutValues(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.now = self.most = 0
         self._sizes: dict[int, int] = {}  # of living storages, by address
+
+    def begin(self) -> None:
+        """Forgets what was computed so far, and what is no longer held."""
+        self.flops.clear()
+        self.most = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         match func:

@@ -45,9 +45,11 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
         for step in range(steps)
     ]
     weights = {name: _numpy(weight) for name, weight in trainer.states.weights()}
-    transfers = here.ledger.transfers()
+    buffers = {name: _numpy(buffer) for name, buffer in trainer.model.named_buffers()}
+    transfers, sent = here.ledger.transfers(), trainer.mixtures.sent()
     here.close()
-    return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights, transfers)
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    return Record(losses, norms, gradients, weights, transfers, buffers, sent)
 
 
 def _numpy(tensor) -> np.ndarray:

@@ -2,10 +2,12 @@
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 
 from shoal.launch.pool import Pool
+from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.pieces import pieces_of
 from shoal.plan.runnable import updates_between
 from shoal.plan.stages import layers_wanted
@@ -15,6 +17,8 @@ from shoal.spec.fit import check_fit, exchanges, sequence_parts
 from shoal.spec.job import DataSpec, Job
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
+from shoal.spec.moe import MoESpec
+from shoal.transfer import Transfer
 from shoal.verify.assemble import disagreement, whole_record
 from shoal.verify.audit import Row, audit
 from shoal.verify.compare import Error, compare
@@ -59,6 +63,8 @@ def small_job(job: Job) -> Job:
     Where gradients cannot be clipped, they are not.
     """
     layout = job.layout
+    if job.model.moe:
+        job.model.moe.check_ranks(layout.ep)  # of the model that was asked for; what is made here always fits
     rows = layout.tp_grid[0] if layout.tp_grid else 1
     sequence = min(job.data.sequence, 16)
     if not job.data.pad:
@@ -74,7 +80,7 @@ def small_job(job: Job) -> Job:
         DataSpec(sequence=sequence, pad=job.data.pad, packing=job.data.packing),
         train,
     )
-    check_fit(small.model, layout, small.sequence, batch)
+    check_fit(small.model, layout, small.sequence, batch, small.sequence - sequence)
     return small
 
 
@@ -100,6 +106,26 @@ def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
         vocab=min(model.vocab, 131),
         positions_max=max(64, sequence_parts(layout)),
         window=min(model.window, 8) if model.window else None,
+        moe=few_experts(model.moe, layout.ep) if model.moe else None,
+    )
+
+
+def few_experts(moe: MoESpec, ranks: int) -> MoESpec:
+    """A small mixture of the same kind for two layers, one of which has experts: as many on each of `ranks` ranks."""
+    top_k, groups = min(moe.top_k, 8), min(moe.groups, 4)
+    kept = max(1, min(moe.groups_kept * groups // moe.groups, groups - 1)) if moe.limited else groups
+    size = max(2, -(-top_k // kept))  # experts of a group that are enough to choose from
+    return replace(
+        moe,
+        experts=multiple(max(groups * size, min(moe.experts, 8), top_k), lcm(ranks, groups)),
+        top_k=top_k,
+        groups=groups,
+        groups_kept=kept,
+        expert_ffn=24,
+        shared_experts=min(moe.shared_experts, 2),
+        shared_ffn=16,
+        first_dense=min(moe.first_dense, 1),
+        every=min(moe.every, 2),
     )
 
 
@@ -123,16 +149,30 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
         return _verify(replace(job, train=replace(job.train, out=out)), steps, pool, run)
 
 
+def alone(job: Job) -> Job:
+    """The same on one process; in as many micro-batches only if something is taken over a micro-batch."""
+    by_micro_batch = job.model.moe is not None and job.model.moe.balance == "micro_batch"
+    layout = Layout(micro_batches=job.layout.micro_batches if by_micro_batch else 1)
+    return replace(job, layout=layout, train=replace(job.train, offload="none"))
+
+
+def planned(job: Job, rank: int, steps: int, sent: Mapping[int, Sent]) -> list[Transfer]:
+    """The plan of `steps` steps on `rank`. sent: by rank what the routers sent, which decides where tokens go."""
+    routed = routed_transfers(job, rank, sent, "step", steps, job.layout.micro_batches)
+    return [*times(step_transfers(job, rank, tokens=False), steps), *routed]
+
+
 def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     layout = job.layout
     if updates_between(layout):
         (truth,) = pool.run(delayed, 1, job, steps)
     else:
-        (truth,) = pool.run(trial, 1, replace(job, layout=Layout(), train=replace(job.train, offload="none")), steps)
+        (truth,) = pool.run(trial, 1, alone(job), steps)
     records = pool.run(run, layout.world, job, steps)
     pieces = [pieces_of(job, rank) for rank in range(layout.world)]
     errors = compare(whole_record(records, pieces), truth)
-    predicted = [times(step_transfers(job, rank), steps) for rank in range(layout.world)]
+    sent = {rank: record.sent for rank, record in enumerate(records)}
+    predicted = [planned(job, rank, steps, sent) for rank in range(layout.world)]
     rows = audit(predicted, [record.transfers for record in records])
     limit = TOLERANCE[job.train.dtype]
     failures = [

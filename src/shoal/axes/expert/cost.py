@@ -88,13 +88,39 @@ def token_transfers(
     if len(chosen) == 1:
         return
     choices, rows = rows_between(chosen, experts), rows_between(chosen, experts, duplicate_free)
+    wide = weight_width if duplicate_free else None
+    yield from row_transfers(choices, rows, hidden, width, rank, wide, 1, layer, micro_batch, backward)
+
+
+def row_transfers(
+    choices: np.ndarray,
+    rows: np.ndarray,
+    hidden: int,
+    width: int,
+    rank: int,
+    weight_width: int | None = None,
+    calls: int = 1,
+    layer: int | None = None,
+    micro_batch: int | None = None,
+    backward: bool = True,
+) -> Iterator[Transfer]:
+    """Transfers of tokens of one layer, in `calls` forwards that together send choices and rows [i, j] from i to j.
+
+    weight_width: of the weights that go along without duplicates; None: a row for every choice, weighted where it came from.
+    """
     for phase in ("forward", "backward") if backward else ("forward",):
-        there = [(rows, hidden * width), (choices, weight_width)] if duplicate_free else [(rows, hidden * width)]
+        there = [(rows, hidden * width)] + ([(choices, weight_width)] if weight_width else [])
         back = [(rows.T, hidden * width)]
         if phase == "backward":
             there, back = [(sent.T, size) for sent, size in back], [(sent.T, size) for sent, size in there]
         for sent, size in (*there, *back):
-            yield _all_to_all(phase, sent, size, rank, layer, micro_batch)
+            yield _all_to_all(phase, sent, size, rank, layer, micro_batch, calls)
+
+
+def expected_rows(tokens: int, top_k: int, experts: int, ranks: int, duplicate_free: bool = False) -> np.ndarray:
+    """Mean rows that rank i sends to rank j [i, j] in one all-to-all when all sets of k experts are equally likely (EP-4)."""
+    remote = expected_remote_rows(tokens, top_k, experts, ranks, duplicate_free)
+    return np.full((ranks, ranks), remote / (ranks - 1))
 
 
 def plan_transfers(
@@ -110,13 +136,25 @@ def plan_transfers(
 
     With duplicate_free also the count of rows, and in a second call where each choice's row lies, as int32.
     """
-    ranks = len(chosen)
-    if ranks == 1:
-        return
-    counts = np.full((ranks, ranks), experts // ranks + duplicate_free)
-    yield _all_to_all("forward", counts, COUNT, rank, layer, micro_batch)
-    if duplicate_free:
-        yield _all_to_all("forward", rows_between(chosen, experts), PLACE, rank, layer, micro_batch)
+    yield from count_transfers(experts, len(chosen), rank, duplicate_free, layer, micro_batch)
+    if duplicate_free and len(chosen) > 1:
+        yield place_transfer(rows_between(chosen, experts), rank, 1, layer, micro_batch)
+
+
+def count_transfers(
+    experts: int, ranks: int, rank: int, duplicate_free: bool, layer: int | None = None, micro_batch: int | None = None
+) -> Iterator[Transfer]:
+    """The part of `plan_transfers` that no routing changes: the counts."""
+    if ranks > 1:
+        counts = np.full((ranks, ranks), experts // ranks + duplicate_free)
+        yield _all_to_all("forward", counts, COUNT, rank, layer, micro_batch)
+
+
+def place_transfer(
+    choices: np.ndarray, rank: int, calls: int = 1, layer: int | None = None, micro_batch: int | None = None
+) -> Transfer:
+    """The other part, without duplicates: the place of each choice's row, in `calls` forwards."""
+    return _all_to_all("forward", choices, PLACE, rank, layer, micro_batch, calls)
 
 
 def tensor_transfers(
@@ -288,9 +326,9 @@ def all_to_all_time(within: float, across: float, bandwidth_within: float, bandw
 
 
 def _all_to_all(
-    phase: str, sent: np.ndarray, size: int, rank: int, layer: int | None, micro_batch: int | None
+    phase: str, sent: np.ndarray, size: int, rank: int, layer: int | None, micro_batch: int | None, calls: int = 1
 ) -> Transfer:
-    """Rank's row and column of what every rank sends to every other, in elements of `size` bytes."""
-    leaves = int(sent[rank].sum() - sent[rank, rank]) * size
-    arrives = int(sent[:, rank].sum() - sent[rank, rank]) * size
-    return Transfer(phase, "ep", "all_to_all", leaves, arrives, 1, layer, micro_batch)
+    """Rank's row and column of what every rank sends to every other, in elements of `size` bytes; means are rounded."""
+    leaves = round((sent[rank].sum() - sent[rank, rank]).item() * size)
+    arrives = round((sent[:, rank].sum() - sent[rank, rank]).item() * size)
+    return Transfer(phase, "ep", "all_to_all", leaves, arrives, calls, layer, micro_batch)

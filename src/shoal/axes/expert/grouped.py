@@ -201,19 +201,20 @@ class _GroupedMLP(torch.autograd.Function):
         d_both = swiglu_gradient(d_hidden, both)
         d_x = input_product(d_both, gate_up, counts)
 
-        def d_gate_up() -> Tensor:
-            return weight_product(d_both, x if picks is None else picks.take(x), counts)
+        def d_weight(gradient: Tensor, x: Tensor) -> Tensor:
+            return weight_product(gradient, x, counts)
 
-        def d_down() -> Tensor:
-            return weight_product(gradient, hidden, counts)
+        def d_gate_up(gradient: Tensor, x: Tensor) -> Tensor:
+            return d_weight(gradient, x if picks is None else picks.take(x))
 
+        computes = (d_gate_up, (d_both, x)), (d_weight, (gradient, hidden))
         d_parameters: list[Tensor | None] = []
-        for needed, parameter, compute in zip(
-            ctx.needs_input_grad[2:4], ctx.parameters, (d_gate_up, d_down), strict=True
+        for needed, parameter, (compute, inputs) in zip(
+            ctx.needs_input_grad[2:4], ctx.parameters, computes, strict=True
         ):
             if needed and ctx.put_off is not None:
-                ctx.put_off.add(parameter, compute)
-            d_parameters.append(compute() if needed and ctx.put_off is None else None)
+                ctx.put_off.add(parameter, compute, *inputs)
+            d_parameters.append(compute(*inputs) if needed and ctx.put_off is None else None)
         return d_x if picks is None else picks.add_up(d_x), d_weights, *d_parameters, None, None
 
 

@@ -169,12 +169,12 @@ class _Logits(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         d_tokens = input_gradient(gradient, accurate(weight)).to(tokens.dtype)
 
-        def d_weight() -> Tensor:
+        def d_weight(gradient: Tensor, tokens: Tensor) -> Tensor:
             return weight_gradient(gradient, accurate(tokens)).to(weight.dtype)
 
         if ctx.put_off is None or not ctx.needs_input_grad[1]:
-            return d_tokens, d_weight() if ctx.needs_input_grad[1] else None, None
-        ctx.put_off.add(ctx.parameter, d_weight)
+            return d_tokens, d_weight(gradient, tokens) if ctx.needs_input_grad[1] else None, None
+        ctx.put_off.add(ctx.parameter, d_weight, gradient, tokens)
         return d_tokens, None, None
 
 

@@ -105,6 +105,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if spec.shared_gate else None
         self.counting = True  # switch off where a forward runs a second time
         self.chosen: Tensor | None = None  # (E + 1,) int64: see _count
+        self.auxiliary: Tensor | None = None  # sum of the auxiliary losses in this step
+        self.sent: dict[str, Tensor] = {}  # see _note
 
     @torch.compiler.disable
     def forward(self, x: Tensor, counted: Tensor | None = None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -121,18 +123,19 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, h)
         routing = self.router(tokens)
         auxiliary = routing.logits.new_zeros(())
-        if spec.aux_loss or spec.z_loss:
+        if spec.losses:
             auxiliary = auxiliary_loss(routing, spec, b, counted, ranks.same_scope)
         experts = routing.experts
         if spec.capacity:
             experts = within_capacity(experts, spec, b, order, ranks.same_scope)
         if self.counting and torch.is_grad_enabled():
-            self._count(routing.experts, experts)
+            self._count(routing.experts, experts, auxiliary)
 
         whole = self._enter(x)
         weights = self._enter(routing.weights.view(b, s, -1))
         if ranks.sequence:
             experts = collectives.all_gather(experts.to(torch.int32).view(b, s, -1), ranks.etp, SEQUENCE)
+        self._note(experts.reshape(-1, spec.top_k))
         y = routed_mlp(
             whole.reshape(-1, h),
             experts.reshape(-1, spec.top_k).long(),
@@ -154,11 +157,34 @@ class MixtureOfExperts(nn.Module):
         return enter(x, self.ranks.etp, self.ranks.sequence)
 
     @torch.no_grad()
-    def _count(self, chosen: Tensor, used: Tensor) -> None:
+    def _count(self, chosen: Tensor, used: Tensor, auxiliary: Tensor) -> None:
         """Adds to `chosen` (E + 1,): how often each expert was chosen in this step, and last how often in vain."""
         counts = F.pad(torch.bincount(chosen.flatten(), minlength=self.spec.experts), (0, 1))
         counts[-1] = (used == DROPPED).sum()
         self.chosen = counts if self.chosen is None else self.chosen + counts
+        share = auxiliary.detach().double()
+        self.auxiliary = share if self.auxiliary is None else self.auxiliary + share
+
+    def _note(self, experts: Tensor) -> None:
+        """Adds to `sent`, by what the forward is for ("step" or "evaluate"), what the router (T, k) sends each expert rank:
+        int64 (2, N), choices and rows, which are fewer where a token goes to a rank once.
+
+        The plan turns it into bytes, which are then held against those that collectives moved.
+        """
+        ep = self.ranks.ep
+        looking = ep.ledger.place.phase == "evaluate"
+        training = self.counting and torch.is_grad_enabled()
+        if ep.size == 1 or not ep.ledger.enabled or not (looking or training):
+            return
+        token, place = torch.nonzero(experts >= 0, as_tuple=True)
+        to = experts[token, place].long() // (self.spec.experts // ep.size)
+        choices = rows = torch.bincount(to, minlength=ep.size)
+        if self.duplicate_free:
+            goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
+            goes[token, to] = True
+            rows = goes.sum(0)
+        use = "evaluate" if looking else "step"
+        self.sent[use] = self.sent.get(use, 0) + torch.stack([choices, rows])
 
 
 @dataclass(frozen=True)
@@ -187,24 +213,36 @@ class Load:
         return Load(tuple(sum(self.chosen[r * size : (r + 1) * size]) for r in range(ranks)), 0).max_over_mean
 
 
-def collect_loads(layers: Sequence[MixtureOfExperts], group: Group) -> list[Load]:
+def collect_loads(layers: Sequence[MixtureOfExperts | None], experts: int, group: Group) -> list[Load]:
     """The loads of layers with equally many experts since this was last called, which then start from zero.
 
-    group: all ranks whose routers saw different tokens of the step. One all-reduce of int64 for all layers.
+    None stands for a layer that lies on other ranks. group: all ranks whose routers saw different tokens of the step, or
+    have other layers. One all-reduce of int64 for all layers.
     """
-    nothing = torch.zeros(layers[0].spec.experts + 1, dtype=torch.int64, device=group.device)
-    counts = torch.stack([nothing if layer.chosen is None else layer.chosen for layer in layers])
+    nothing = torch.zeros(experts + 1, dtype=torch.int64, device=group.device)
+    counts = torch.stack([nothing if layer is None or layer.chosen is None else layer.chosen for layer in layers])
     for layer in layers:
-        layer.chosen = None
+        if layer is not None:
+            layer.chosen = None
     return [Load(tuple(row[:-1]), row[-1]) for row in collectives.all_reduce(counts, group).tolist()]
 
 
+def take_auxiliary(layers: Sequence[MixtureOfExperts | None]) -> Tensor:
+    """The sum of this rank's shares of the layers' auxiliary losses since this was last called, a float64 scalar."""
+    total = torch.zeros((), dtype=torch.float64)
+    for layer in layers:
+        if layer is not None and layer.auxiliary is not None:
+            total = total.to(layer.auxiliary.device) + layer.auxiliary
+            layer.auxiliary = None
+    return total
+
+
 @torch.no_grad()
-def update_bias(layers: Sequence[MixtureOfExperts], loads: Sequence[Load]) -> None:
+def update_bias(layers: Sequence[MixtureOfExperts | None], loads: Sequence[Load]) -> None:
     """Once a step, after `collect_loads`: bias += rate sign(mean load - load), in layers that have one (DeepSeek-V3)."""
     for layer, load in zip(layers, loads, strict=True):
-        bias = layer.router.bias
-        if bias is not None:
+        bias = None if layer is None else layer.router.bias
+        if layer is not None and bias is not None:
             chosen = torch.tensor(load.chosen, dtype=torch.float64)
             bias += (layer.spec.bias_rate * torch.sign(chosen.mean() - chosen)).to(bias)
 

@@ -166,14 +166,11 @@ def activation_bytes(
     """The most bytes of activations on a rank at once.
 
     By stage of the model, bytes of one micro-batch. whole: all that backward needs; waiting: what W needs after I; kept:
-    where backward computes again, what stays from the forward, beside the one micro-batch that is computed again: for
-    GPipe m boundary tensors and L/p layers instead of m L/p layers (spec PP-5).
+    where backward computes again, what stays from the forward; then `whole` comes on top in backward alone: for GPipe m
+    boundary tensors and L/p layers instead of m L/p layers (spec PP-5).
     """
     rest = [0.0] * schedule.stages if waiting is None else waiting
-    if kept is None:
-        return peak(schedule, rank, whole, rest)
-    own = [schedule.stage_of(rank, chunk) for chunk in range(schedule.chunks(rank))]
-    return peak(schedule, rank, kept, rest) + max(whole[stage] for stage in own)
+    return peak(schedule, rank, whole, rest) if kept is None else peak(schedule, rank, kept, rest, whole)
 
 
 def weight_bytes(schedule: Schedule, rank: int, weights: Sequence[float]) -> float:

@@ -38,17 +38,20 @@ def live(schedule: Schedule, rank: int) -> list[tuple[Live, Live]]:
     return states
 
 
-def peak(schedule: Schedule, rank: int, held: Sequence[float], waiting: Sequence[float]) -> float:
+def peak(
+    schedule: Schedule, rank: int, held: Sequence[float], waiting: Sequence[float], again: Sequence[float] | None = None
+) -> float:
     """The most that is alive on a rank at once, where a micro-batch in stage s counts held[s], and waiting[s] until W.
 
-    With ones and zeros: the number of micro-batches times chunks.
+    again: by stage, what comes on top while B or I runs. With ones and zeros: the number of micro-batches times chunks.
     """
     stages = [schedule.stage_of(rank, chunk) for chunk in range(schedule.chunks(rank))]
     return max(
         (
             sum(held[s] * count for s, count in zip(stages, during.held, strict=True))
             + sum(waiting[s] * count for s, count in zip(stages, during.waiting, strict=True))
-            for during, _ in live(schedule, rank)
+            + (max((again[stages[x.chunk]] for x in parts(step) if x.kind in "BI"), default=0) if again else 0)
+            for step, (during, _) in zip(schedule.orders[rank], live(schedule, rank), strict=True)
         ),
         default=0,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from shoal.axes.tensor.cost import Axis, Shape
-from shoal.axes.tensor.memory import block_activations
+from shoal.axes.tensor.memory import block_activations, masked_products
 from shoal.spec.model import ModelSpec
 from shoal.transfer import Transfer
 
@@ -25,7 +25,7 @@ def mode_of(recompute: str | int, block: int) -> Mode:
 
 
 def kept_bytes(mode: Mode, model: ModelSpec, shape: Shape, axis: Axis, documents: bool = False) -> int:
-    """What a rank keeps of one block and one micro-batch from forward to backward.
+    """What a rank keeps of one block and one micro-batch from forward to backward; the sequence is whole.
 
     full: the block's input, 2 s b h bytes at 16 bits, divided by t with sequence parallelism. selective: all but the
     outputs of both norms, the turned queries and keys, and the activation function's result.
@@ -33,26 +33,24 @@ def kept_bytes(mode: Mode, model: ModelSpec, shape: Shape, axis: Axis, documents
     if mode == "full":
         return shape.elements * shape.width // (axis.ranks if axis.sequence else 1)
     whole = block_activations(model, shape, axis, documents).total
-    return whole - (remade_bytes(model, shape, axis, documents) if mode == "selective" else 0)
+    turned = not masked_products(model, shape.s, documents)
+    return whole - (remade_bytes(model, shape, axis, turned) if mode == "selective" else 0)
 
 
-def remade_bytes(model: ModelSpec, shape: Shape, axis: Axis, documents: bool = False) -> int:
+def remade_bytes(model: ModelSpec, shape: Shape, axis: Axis, turned: bool = True, normed: bool = True) -> int:
     """What selective recomputation spares a rank, of one block and one micro-batch.
 
-    A norm's output that a column layer has gathered is not made again, since that would take a second gather: `regather`
-    says when one takes place anyway. Nor are queries and keys of masked attention, which works on copies and slices.
+    turned: whether queries and keys are kept as rope and norms leave them; masked attention keeps copies and slices. normed:
+    whether a norm's output can be made again without other ranks; one that a column layer has gathered is not, since that
+    would take a second gather: `regather` says when one takes place anyway.
     """
-    tokens = shape.b * shape.s
-    normed = 0
-    if not axis.sequence or axis.regather:
-        normed = 2 * shape.h * (tokens // axis.ranks if axis.sequence else tokens)
-    heads, kv_heads = model.heads // axis.ranks, max(1, model.kv_heads // axis.ranks)
-    masked = documents or (model.window is not None and model.window < shape.s)
-    turned = 0
-    if (model.qk_norm or model.positions == "rope") and not masked:
-        turned = heads + kv_heads
-    inside = turned * model.head_size + -(-model.ffn // axis.ranks)
-    return (normed + tokens * inside) * shape.width
+    tokens, elements = shape.b * shape.s, 0
+    if normed and (not axis.sequence or axis.regather):
+        elements += 2 * shape.h * (tokens // axis.ranks if axis.sequence else tokens)
+    if turned and (model.qk_norm or model.positions == "rope"):
+        heads, kv_heads = model.heads // axis.ranks, max(1, model.kv_heads // axis.ranks)
+        elements += tokens * (heads + kv_heads) * model.head_size
+    return (elements + tokens * -(-model.ffn // axis.ranks)) * shape.width
 
 
 def repeated_transfers(transfers: Iterable[Transfer], full: Iterable[int]) -> Iterator[Transfer]:

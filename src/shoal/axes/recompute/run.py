@@ -47,11 +47,11 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[0])
-        with ctx.ledger.at(phase="backward", layer=ctx.place.layer, micro_batch=ctx.place.micro_batch):
-            with torch.enable_grad():
-                y = ctx.function(x)
-            if y.requires_grad:
-                torch.autograd.backward(y, gradient)
+        _, layer, micro_batch = ctx.place
+        with ctx.ledger.at(phase="backward", layer=layer, micro_batch=micro_batch), torch.enable_grad():
+            y = ctx.function(x)
+        if y.requires_grad:
+            torch.autograd.backward(y, gradient)
         return x.grad, None, None, None
 
 
@@ -75,13 +75,13 @@ def remade(use: Callable[..., Tensor], *cheap: Cheap, wanted: bool = True) -> Te
 @torch.compiler.disable(recursive=False)  # what is used and made may be compiled; hooks cannot be
 def _remade(use: Callable[..., Tensor], cheap: tuple[Cheap, ...]) -> Tensor:
     made = [tensor.make(*tensor.inputs) for tensor in cheap]
-    recipes = {x.untyped_storage().data_ptr(): tensor for x, tensor in zip(made, cheap, strict=True)}
+    recipes = {x.untyped_storage()._cdata: tensor for x, tensor in zip(made, cheap, strict=True)}
     # torch asks only the innermost hooks, so what is not ours goes to those around, which tell versions of weights apart
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     @torch.compiler.disable
     def pack(x: Tensor) -> Any:
-        recipe = recipes.get(x.untyped_storage().data_ptr())
+        recipe = recipes.get(x.untyped_storage()._cdata)
         if recipe is not None:
             return _View(recipe, x.shape, x.stride(), int(x.storage_offset()))
         return outer[0](x) if outer else x

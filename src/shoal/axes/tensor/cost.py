@@ -66,20 +66,21 @@ def linear_transfers(kind: str, inputs: int, outputs: int, ranks: int, rank: int
         yield axis.moves("backward", "all_gather", inputs, width)
 
 
-def block_transfers(shape: Shape, axis: Axis, layer: int, micro_batch: int) -> Iterator[Transfer]:
+def block_transfers(shape: Shape, axis: Axis, layer: int, micro_batch: int, pairs: int = 2) -> Iterator[Transfer]:
     """Transfers of one transformer block for one micro-batch (spec TP-6, SP-2).
 
     One conjugate pair around attention, one around the MLP: 2 all-reduces forward and 2 backward, or in their place 2
-    all-gathers and 2 reduce-scatters each; `regather` gathers both inputs once more in backward.
+    all-gathers and 2 reduce-scatters each; `regather` gathers both inputs once more in backward. pairs: 1 where experts,
+    which move what they need, are in the MLP's place.
     """
     place = {"layer": layer, "micro_batch": micro_batch}
     for phase in ("forward", "backward"):
         if axis.sequence:
-            gathers = 4 if axis.regather and phase == "backward" else 2
+            gathers = 2 * pairs if axis.regather and phase == "backward" else pairs
             yield axis.moves(phase, "all_gather", shape.elements, shape.width, gathers, **place)
-            yield axis.moves(phase, "reduce_scatter", shape.elements, shape.width, 2, **place)
+            yield axis.moves(phase, "reduce_scatter", shape.elements, shape.width, pairs, **place)
         else:
-            yield axis.moves(phase, "all_reduce", shape.elements, shape.width, 2, **place)
+            yield axis.moves(phase, "all_reduce", shape.elements, shape.width, pairs, **place)
 
 
 def embedding_transfers(shape: Shape, axis: Axis, micro_batch: int) -> Iterator[Transfer]:
@@ -120,7 +121,7 @@ def micro_batch_transfers(shape: Shape, axis: Axis, model: ModelSpec, micro_batc
     yield from head_transfers(shape, axis, model.vocab, micro_batch)
 
 
-def norm_transfers(ranks: int, rank: int) -> Iterator[Transfer]:
+def norm_transfers(ranks: int, rank: int, axis: str = "tp") -> Iterator[Transfer]:
     """The squares of the gradient norm, once a step."""
     if ranks > 1:
-        yield Axis(ranks, rank).moves("optimizer", "all_reduce", 1, SCALAR)
+        yield Transfer("optimizer", axis, "all_reduce", *traffic("all_reduce", 1, SCALAR, ranks, rank))

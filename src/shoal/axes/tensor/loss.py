@@ -72,14 +72,13 @@ class _HeadLoss(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[:real] += weight_gradient(d_logits, hidden[here])
 
-        ctx.gradients = d_hidden, d_weight
+        ctx.save_for_backward(d_hidden, d_weight)
         ctx.rows, ctx.tokens, ctx.dtype = rows if selected else None, tokens, weight.dtype
         return loss
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        assert ctx.gradients is not None, "the loss was differentiated before"
-        (d_hidden, d_weight), ctx.gradients = ctx.gradients, None  # scaled in place: they are large and ours alone
+        d_hidden, d_weight = ctx.saved_tensors  # scaled in place: they are large and ours alone
         if d_hidden is not None:
             d_hidden.mul_(gradient)
             if ctx.rows is not None:

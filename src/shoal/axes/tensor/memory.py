@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from shoal.axes.tensor.cost import Axis, Shape
 from shoal.spec.model import ModelSpec
 
-MASK = 1  # bytes of a dropout mask's element
+MASK = 1  # bytes of a mask's element
+INDEX = 8  # bytes of an id or a place
 LEAST_BAND = 128  # queries of one band of model/attention.py
 
 
@@ -45,13 +46,28 @@ def block_activations(model: ModelSpec, shape: Shape, axis: Axis, documents: boo
     hidden = 2 * shape.h * shape.width  # of a token, at the entry of both pairs
     masks = 2 * shape.h * MASK if model.dropout else 0
     entered = part if axis.regather else tokens
-    queries, mask = _queries(model, shape.s, documents), shape.width * (shape.b if documents else 1)
+    queries, mask = masked_products(model, shape.s, documents), shape.width * (shape.b if documents else 1)
     return Activations(
         between=part * (hidden + 2 * _statistics(model, shape.width) + masks),
         entered=entered * hidden,
         inside=tokens * (_attention(model, shape, axis.ranks, documents) + _mlp(model, axis.ranks) * shape.width),
         mask=mask * sum(rows * keys for rows, keys in queries),
     )
+
+
+def end_activations(model: ModelSpec, shape: Shape, axis: Axis) -> tuple[int, int]:
+    """What autograd keeps of the forward of (the embedding, the last norm and the loss), every target counted.
+
+    Embedding: the ids looked up, which of them others keep, learned places, a dropout mask. Loss: its gradients are made in
+    forward, that of the normed states whole and that of the head's weight in float32 at least.
+    """
+    tokens = shape.b * shape.s
+    part = tokens // axis.ranks if axis.sequence else tokens
+    embedding = tokens * (INDEX + (MASK if axis.ranks > 1 else 0)) + (part * shape.h * MASK if model.dropout else 0)
+    embedding += shape.s * INDEX if model.positions == "learned" else 0
+    normed = part * (shape.h * shape.width + _statistics(model, shape.width))
+    loss = tokens * shape.h * shape.width + -(-model.vocab // axis.ranks) * shape.h * max(4, shape.width)
+    return embedding, normed + loss
 
 
 def _statistics(model: ModelSpec, width: int) -> int:
@@ -62,7 +78,7 @@ def _statistics(model: ModelSpec, width: int) -> int:
 def _attention(model: ModelSpec, shape: Shape, ranks: int, documents: bool) -> int:
     """Bytes per token between the projection of queries, keys and values and the one of the output."""
     heads, kv_heads, accurate = model.heads // ranks, max(1, model.kv_heads // ranks), max(4, shape.width)
-    bands = _queries(model, shape.s, documents)
+    bands = masked_products(model, shape.s, documents)
     repeated = bool(bands) and heads != kv_heads  # masked attention takes one KV head for every query head
     turned = model.qk_norm or model.positions == "rope"  # queries and keys are made anew from the projection
     elements = heads  # the output
@@ -85,7 +101,7 @@ def _mlp(model: ModelSpec, ranks: int) -> int:
     return (3 if model.mlp == "swiglu" else 2) * -(-model.ffn // ranks)
 
 
-def _queries(model: ModelSpec, s: int, documents: bool) -> list[tuple[int, int]]:
+def masked_products(model: ModelSpec, s: int, documents: bool) -> list[tuple[int, int]]:
     """(queries, keys) of each masked product that attention makes; empty where it is causal and nothing else."""
     window = model.window if model.window and model.window < s else None
     if window is None:

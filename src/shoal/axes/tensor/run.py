@@ -184,6 +184,10 @@ class TensorLayers:
         """This rank's part of x (b or 1, s) along the batch: all of it."""
         return x
 
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of x (b, s) as tokens lie between layer pairs: all of it, or a part of each sequence."""
+        return own_part(x, self.group) if self.sequence else x
+
     def noise_key(self, key: DropoutKey) -> DropoutKey:
         """The dropout key of the part of (b, s, h) that lies on this rank between layer pairs."""
         if not self.sequence:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shoal.axes.tensor.cost import Axis, Shape, chunk_rows
 from shoal.axes.tensor.cost import block_transfers as block_transfers_1d
-from shoal.axes.tensor.memory import MASK, block_activations
+from shoal.axes.tensor.memory import INDEX, MASK, block_activations
 from shoal.spec.model import ModelSpec
 from shoal.transfer import Transfer, traffic
 
@@ -186,6 +186,19 @@ def activation_bytes(grid: Grid, model: ModelSpec, documents: bool = False) -> i
     h, statistics = model.hidden // grid.side, 4 if model.norm == "layernorm" else 2
     masks = 2 * h * MASK if model.dropout else 0
     return inside.inside + inside.mask + grid.tokens * (4 * h * grid.width + statistics * grid.accurate + masks)
+
+
+def end_activations(grid: Grid, model: ModelSpec) -> tuple[int, int]:
+    """What autograd keeps of the forward of (the embedding, the last norm and the loss) on this rank.
+
+    Of the ids, learned places and targets everything, since parts of them are views; of the last blocks' output, the normed
+    states and the masks this rank's block; statistics of the norm, and two numbers per token of the softmax.
+    """
+    h, ids = model.hidden // grid.side, grid.b * grid.s * INDEX
+    statistics = 2 if model.norm == "layernorm" else 1
+    embedding = ids + (grid.tokens * h * MASK if model.dropout else 0)
+    embedding += grid.s * INDEX if model.positions == "learned" else 0
+    return embedding, ids + grid.tokens * (2 * h * grid.width + (statistics + 2) * grid.accurate)
 
 
 def passing_bytes(grid: Grid, model: ModelSpec) -> int:

@@ -71,6 +71,10 @@ class Tensor2DLayers:
         """This rank's samples of x (b, ...); an x (1, ...) that stands for all samples comes back as it is."""
         return x if len(x) == 1 else own_block(x, self.column_group)
 
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of x (b, s) as tokens lie between layer pairs."""
+        return self.own_samples(x)
+
     def noise_key(self, key: DropoutKey) -> DropoutKey:
         """The dropout key of this rank's block of (b, s, h)."""
         samples = own_block(key.samples, self.column_group)

@@ -7,7 +7,6 @@ over the column; dY stays where it is. A block that arrived is dropped before th
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import broadcast, reduce
 from shoal.comm.world import Group
-from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
+from shoal.kernels.linear import PutOff, bias_gradient, input_gradient, linear, weight_gradient
 
 
 class SummaLinear(nn.Linear):
@@ -54,7 +53,8 @@ class _Summa(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.parameters, ctx.row, ctx.column, ctx.put_off, ctx.place = (weight, bias), row, column, put_off, row.ledger.place
+        ctx.parameters, ctx.row, ctx.column = (weight, bias), row, column
+        ctx.put_off, ctx.place = put_off, row.ledger.place
         y = None
         for x_k, weight_k in zip(blocks(x, row), blocks(weight, column), strict=True):
             y = linear(x_k, weight_k) if y is None else y.add_(linear(x_k, weight_k))
@@ -72,18 +72,20 @@ class _Summa(torch.autograd.Function):
             with row.ledger.at(phase="backward", layer=ctx.place.layer, micro_batch=ctx.place.micro_batch):
                 return compute()
 
-        of_weight = partial(in_backward, lambda: summed(gradient, x, weight_gradient, row, column))
+        def of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+            return in_backward(lambda: summed(gradient, x, weight_gradient, row, column))
+
         d_x = d_weight = d_bias = None
         if x_needs:
             d_x = in_backward(lambda: summed(gradient, weight, input_gradient, column, row))
         if weight_needs and queue is None:
-            d_weight = of_weight()
+            d_weight = of_weight(gradient, x)
         elif weight_needs:
-            queue.add(parameter, of_weight)
+            queue.add(parameter, of_weight, gradient, x)
         if bias_needs and queue is None:
-            d_bias = gradient.flatten(0, -2).sum(dim=0)
+            d_bias = bias_gradient(gradient)
         elif bias_needs:
-            queue.add(bias, lambda: gradient.flatten(0, -2).sum(dim=0))
+            queue.add(bias, bias_gradient, gradient)
         return d_x, d_weight, d_bias, None, None, None
 
 

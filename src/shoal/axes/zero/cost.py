@@ -213,7 +213,7 @@ def kept_units(units: Sequence[str], cut: Sharding) -> set[str]:
 
     A root, whose matrix is used at both ends of the model, always stays.
     """
-    kept = {"always": set(), "keep_last": {units[-1]}, "never": set(units)}[cut.reshard]
+    kept = {"always": set(), "keep_last": set(units[-1:]), "never": set(units)}[cut.reshard]
     return kept | ({ROOT} & set(units))
 
 

@@ -1,6 +1,7 @@
 """Whether a job goes on where a checkpoint ended: the same model, the same data in the same order; any layout. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from shoal.train.data.naming import named
 SAME = ("train.seed", "train.batch", "data.sequence", "data.packing", "data.eval_fraction")
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from; in_place: whether it is one of the run's own folder."""
+
+    path: Path
+    index: Index
+    in_place: bool
+
+
 def wanted(train: TrainSpec) -> Path | None:
     """Where the checkpoint to go on from is to be looked for; None to start afresh."""
     if train.resume == "never":
@@ -22,29 +32,35 @@ def wanted(train: TrainSpec) -> Path | None:
     return Path(train.out if train.resume == "auto" else train.resume)
 
 
-def no_checkpoint(train: TrainSpec) -> RequestError:
-    """The error for a path that a person gave and that holds no good checkpoint."""
+def no_checkpoint(train: TrainSpec, damages: Sequence[str]) -> RequestError:
+    """The error for a path that a person gave and that holds no good checkpoint; damages: of those that it holds."""
+    why = f"no checkpoint that is whole ({damages[0]})" if damages else "no checkpoint"
     return RequestError(
         "train.resume",
-        f"train.resume = {named(train.resume)} holds no checkpoint that is whole; auto would do, or the folder of a run",
+        f"train.resume = {named(train.resume)} holds {why}; auto would do, or the folder of a run that has saved some",
     )
 
 
-def check_resume(job: Job) -> None:
-    """Refuses at once, before any rank starts, a checkpoint that cannot be continued, as far as its index tells.
-
-    Raises RequestError.
+def check_start(job: Job) -> None:
+    """Refuses at once, before any rank starts, weights that are not there and a checkpoint that cannot be continued, as far
+    as its index tells. Raises RequestError.
     """
+    weights = job.train.weights
+    if weights and not Path(weights).is_file():
+        raise RequestError(
+            "train.weights", f"train.weights = {named(weights)} is no file; a run's model.safetensors would do"
+        )
     path = wanted(job.train)
     if path is None:
         return
+    damages = []
     for candidate in candidates(path):
         try:
             return check_fits(job, candidate, read_index(candidate))
-        except Damaged:
-            continue  # the ranks say so when they pass it over
+        except Damaged as damaged:
+            damages.append(str(damaged))  # the ranks will say so
     if job.train.resume != "auto":
-        raise no_checkpoint(job.train)
+        raise no_checkpoint(job.train, damages)
 
 
 def check_fits(job: Job, path: Path, index: Index, data: str | None = None) -> None:

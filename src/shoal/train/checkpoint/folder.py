@@ -53,11 +53,11 @@ def latest(path: Path, warn: Callable[[str], None]) -> Path | None:
             check(candidate)
             return candidate
         except Damaged as damaged:
-            warn(skipped(candidate, str(damaged)))
+            warn(passed_over(candidate, str(damaged)))
     return None
 
 
-def skipped(candidate: Path, why: str) -> str:
+def passed_over(candidate: Path, why: str) -> str:
     """The line about a checkpoint that is passed over."""
     return f"the checkpoint {named(candidate)} is passed over: {why}"
 

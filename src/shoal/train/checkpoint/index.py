@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite, prod
+from math import isfinite, nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,11 @@ def read_index(folder: Path) -> Index:
     if document.get("version") != VERSION:
         raise Damaged(f"its format is version {shown(document.get('version'))}, not {VERSION}")
     body = document.get("body")
-    if hashlib.sha256(_canonical(body).encode()).hexdigest() != document.get("sha256"):
-        raise Damaged(f"the checksum of its {INDEX} does not fit its content")
     try:
+        if hashlib.sha256(_canonical(body).encode()).hexdigest() != document.get("sha256"):
+            raise Damaged(f"the checksum of its {INDEX} does not fit its content")
         return _index(body)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise Damaged(f"its {INDEX} describes no checkpoint") from None
 
 
@@ -125,9 +125,8 @@ def _canonical(body: Any) -> str:
 
 
 def _index(body: Any) -> Index:
-    """The Index of a parsed body. Raises ValueError, TypeError or KeyError for whatever cannot be one."""
+    """The Index of a parsed body. Raises ValueError, TypeError, LookupError or AttributeError for what cannot be one."""
     files = tuple(_file(entry) for entry in body["files"])
-    progress = {name: float("nan") if value is None else _number(value) for name, value in body["progress"].items()}
     if not isinstance(body["job"], dict) or not isinstance(body["data"], str):
         raise ValueError
     return Index(
@@ -135,10 +134,15 @@ def _index(body: Any) -> Index:
         updates=_count(body["updates"]),
         job=body["job"],
         data=body["data"],
-        progress=Progress(**progress),
+        progress=_progress(**body["progress"]),
         files=files,
         tensors={name: _stored(entry, files) for name, entry in body["tensors"].items()},
     )
+
+
+def _progress(tokens: Any, skipped: Any, skipped_in_a_row: Any, first_loss: Any, loss: Any, eval_loss: Any) -> Progress:
+    counts, losses = (tokens, skipped, skipped_in_a_row), (first_loss, loss, eval_loss)
+    return Progress(*map(_count, counts), *map(_loss, losses))
 
 
 def _file(entry: Any) -> File:
@@ -172,7 +176,8 @@ def _count(value: Any) -> int:
     return value
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
+def _loss(value: Any) -> float:
+    """JSON knows no nan: null stands for it."""
+    if value is not None and type(value) not in (int, float):
         raise ValueError
-    return value
+    return nan if value is None else value

@@ -3,14 +3,13 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed.checkpoint import load as plan_and_read
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shoal.spec.errors import RequestError
-from shoal.train.checkpoint.fit import check_fits, no_checkpoint, wanted
-from shoal.train.checkpoint.folder import CHECKPOINTS, candidates, check, skipped
+from shoal.train.checkpoint.fit import Resumed, check_fits, no_checkpoint, wanted
+from shoal.train.checkpoint.folder import CHECKPOINTS, candidates, check, passed_over
 from shoal.train.checkpoint.index import Damaged, Index
 from shoal.train.checkpoint.peers import Peers
 from shoal.train.checkpoint.planner import LoadPlanner
@@ -18,14 +17,6 @@ from shoal.train.checkpoint.state import parts_of, settle
 from shoal.train.checkpoint.storage import Reader
 from shoal.train.data.naming import named
 from shoal.train.trainer import Trainer
-
-
-class Resumed(NamedTuple):
-    """The checkpoint that a run goes on from; in_place: whether it is one of the run's own folder."""
-
-    path: Path
-    index: Index
-    in_place: bool
 
 
 def resume(trainer: Trainer, peers: Peers, data: str, warn: Callable[[str], None]) -> Resumed | None:
@@ -38,11 +29,13 @@ def resume(trainer: Trainer, peers: Peers, data: str, warn: Callable[[str], None
     path = wanted(job.train)
     if path is None:
         return None
-    found = latest_of(path, peers, warn)
+    found, damages = latest_of(path, peers)
+    if found is None and job.train.resume != "auto":
+        raise no_checkpoint(job.train, list(damages.values()))
+    for candidate, why in damages.items() if peers.rank == 0 else ():
+        warn(passed_over(candidate, why))
     if found is None:
-        if job.train.resume == "auto":
-            return None
-        raise no_checkpoint(job.train)
+        return None
     chosen, index = found
     check_fits(job, chosen, index, data)
     restore(trainer, peers, chosen, index)
@@ -50,8 +43,12 @@ def resume(trainer: Trainer, peers: Peers, data: str, warn: Callable[[str], None
     return Resumed(chosen, index, in_place)
 
 
-def latest_of(path: Path, peers: Peers, warn: Callable[[str], None]) -> tuple[Path, Index] | None:
-    """As `latest` of folder.py, with its index, the ranks sharing the work; the same on every rank, as rank 0 sees it."""
+def latest_of(path: Path, peers: Peers) -> tuple[tuple[Path, Index] | None, dict[Path, str]]:
+    """The newest checkpoint below `path` that is whole to the last byte, and why newer ones are not.
+
+    The ranks share the work; all get what rank 0 would find.
+    """
+    damages: dict[Path, str] = {}
     for candidate in peers.everyone(candidates(path) if peers.rank == 0 else [])[0]:
         index, why = None, None
         try:
@@ -61,10 +58,9 @@ def latest_of(path: Path, peers: Peers, warn: Callable[[str], None]) -> tuple[Pa
         reasons = [reason for reason in peers.everyone(why) if reason]
         if not reasons:
             assert index is not None
-            return candidate, index
-        if peers.rank == 0:
-            warn(skipped(candidate, reasons[0]))
-    return None
+            return (candidate, index), damages
+        damages[candidate] = reasons[0]
+    return None, damages
 
 
 def restore(trainer: Trainer, peers: Peers, path: Path, index: Index) -> None:

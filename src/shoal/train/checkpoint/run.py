@@ -1,17 +1,21 @@
-"""The checkpoints of a run, as its loop sees them: where to start, when to save, and that all is written at the end."""
+"""The checkpoints of a run, as its loop sees them: where to start, when to save, and that all is written at the end.
+
+Rooms that need torch.distributed.checkpoint are entered late: it takes a second to load, which a run without any saves.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from shoal.train.checkpoint.fit import Resumed
 from shoal.train.checkpoint.folder import CHECKPOINTS, clean, set_aside
 from shoal.train.checkpoint.index import Progress
 from shoal.train.checkpoint.peers import Peers
-from shoal.train.checkpoint.resume import Resumed, resume
-from shoal.train.checkpoint.save import Saver
-from shoal.train.checkpoint.start import start_from
 from shoal.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shoal.train.checkpoint.save import Saver
 
 
 class Checkpoints:
@@ -34,13 +38,19 @@ class Checkpoints:
         """
         train, resumed = self.train, None
         if self.peers is not None:
+            from shoal.train.checkpoint.resume import resume
+
             resumed = resume(self.trainer, self.peers, self.data, self.warn)
         if resumed is None and train.weights:
+            from shoal.train.checkpoint.start import start_from
+
             start_from(self.trainer, Path(train.weights))
         if self.trainer.world.rank == 0:
             clean(self.folder)
             set_aside(self.folder, resumed.index.step if resumed and resumed.in_place else -1)
         if self.peers is not None and train.save_every:
+            from shoal.train.checkpoint.save import Saver
+
             self.peers.everyone(None)  # nobody writes before the folder is as it should be
             self.saver = Saver(self.trainer, self.folder, self.peers, self.data)
         return resumed

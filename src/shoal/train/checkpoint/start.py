@@ -40,7 +40,8 @@ def start_from(trainer: Trainer, path: Path) -> None:
                     )
                 box = zip(part.offsets, part.tensor.shape, strict=True)
                 part.tensor.copy_(stored[tuple(slice(start, start + size) for start, size in box)])
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or "it is no safetensors file, or a damaged one"
-        raise RequestError("train.weights", f"{given} cannot be read ({why}); a safetensors file would do") from None
+    except (OSError, SafetensorError):
+        raise RequestError(
+            "train.weights", f"{given} is no safetensors file, or a damaged one; a run's model.safetensors would do"
+        ) from None
     settle(trainer, updates=0)

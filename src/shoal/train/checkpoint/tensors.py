@@ -70,7 +70,7 @@ def write_tensors(
 
 def _write(file: BufferedWriter, tensor: Tensor) -> tuple[int, int]:
     """Writes the bytes of a tensor; how many, and their CRC-32."""
-    content = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     check = 0
     for start in range(0, len(content), PIECE):
         piece = content[start : start + PIECE]

@@ -1,0 +1,188 @@
+"""Expert parallelism on 2 ranks of this machine: against replicated experts, and against dispatch as a first version has it.
+
+The peer is the same decoder in plain torch modules under DDP. Its experts lie apart as shoal's do; for each expert of a
+rank in turn the ranks exchange the tokens that chose it, counts and then rows, compute, and send the results back, each
+with torch's differentiable all-to-all. All start from the same weights and train on the same tokens with torch's fused
+AdamW, without auxiliary losses and without drops.
+
+    python benchmarks/peers_expert.py [--rounds 15] [--experts 8] [--top_k 2] [--ffn 512] [--json]
+"""
+
+from harness import Contender, main
+
+RANKS, SEQUENCE, BATCH = 2, 256, 8
+TOKENS = SEQUENCE * BATCH
+REPLICATED, PEER, REPLICATED_PEER = "shoal dp=2", "torch, all-to-all per expert", "torch DDP, replicated experts"
+CONTENDERS = {
+    REPLICATED_PEER: Contender(RANKS, TOKENS),
+    REPLICATED: Contender(RANKS, TOKENS, (REPLICATED_PEER,)),
+    PEER: Contender(RANKS, TOKENS),
+    "shoal ep=2": Contender(RANKS, TOKENS, (REPLICATED, PEER)),
+    "shoal ep=2,dedup": Contender(RANKS, TOKENS, ("shoal ep=2", PEER)),
+}
+
+
+def job(layout, options):
+    from shoal.spec.job import DataSpec, Job, TrainSpec
+    from shoal.spec.layout import Layout
+    from shoal.spec.machine import Machine
+    from shoal.spec.model import ModelSpec
+    from shoal.spec.moe import MoESpec
+
+    moe = MoESpec(experts=options.experts, top_k=options.top_k, expert_ffn=options.ffn, normalised=options.top_k > 1)
+    model = ModelSpec(layers=4, hidden=256, heads=4, vocab=257, moe=moe)
+    train = TrainSpec(batch=BATCH, warmup=0, schedule="constant", clip=0.0)
+    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=SEQUENCE), train)
+
+
+def stepper(name, rank, options):
+    from shoal.comm.ledger import Ledger
+    from shoal.comm.world import World
+    from shoal.plan.pieces import mesh_of
+    from shoal.train.trainer import Trainer
+    from shoal.verify.trial import MadeUpBatches
+
+    if name.startswith("shoal"):
+        asked = job(name.removeprefix("shoal "), options)
+        trainer = Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, rank))
+        return lambda step: trainer.step(step).loss
+    return peer(rank, job("dp=2", options), apart=name == PEER)
+
+
+def peer(rank, asked, apart):
+    """The plain decoder; apart: each rank has half of the experts, else all."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from single import Plain
+    from torch import nn
+    from torch.distributed.nn.functional import all_to_all_single
+    from torch.nn.parallel import DistributedDataParallel
+
+    from shoal.model.decoder import Decoder
+    from shoal.model.init import initialise
+    from shoal.verify.trial import MadeUpBatches
+
+    moe, hidden = asked.model.moe, asked.model.hidden
+    here = moe.experts // RANKS if apart else moe.experts
+
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(hidden, moe.expert_ffn, bias=False)
+            self.up = nn.Linear(hidden, moe.expert_ffn, bias=False)
+            self.down = nn.Linear(moe.expert_ffn, hidden, bias=False)
+
+        def forward(self, x):
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(hidden, moe.experts, bias=False)
+            self.experts = nn.ModuleList(Expert() for _ in range(here))
+
+        def forward(self, x):
+            tokens = x.flatten(0, 1)
+            weights, chosen = F.softmax(self.router(tokens), dim=-1).topk(moe.top_k, dim=-1)
+            if moe.normalised:
+                weights = weights / weights.sum(-1, keepdim=True)
+            y = torch.zeros_like(tokens)
+            for number, expert in enumerate(self.experts):
+                rows = [torch.where(chosen == r * here + number) for r in range(RANKS if apart else 1)]
+                token = torch.cat([found[0] for found in rows])
+                place = torch.cat([found[1] for found in rows])
+                if apart:
+                    answers = exchanged(tokens[token], expert, [len(found[0]) for found in rows])
+                else:
+                    answers = expert(tokens[token])
+                y = y.index_add(0, token, answers * weights[token, place, None])
+            return y.view(x.shape)
+
+    def exchanged(rows, expert, counts):
+        leaving = torch.tensor(counts)
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving)
+        arriving = arriving.tolist()
+        received = all_to_all_single(rows.new_empty(sum(arriving), hidden), rows, arriving, counts)
+        return all_to_all_single(torch.empty_like(rows), expert(received), counts, arriving)
+
+    whole = Decoder(asked.model)
+    initialise(whole, asked.model, asked.train.seed)
+    model = Plain(asked.model, SEQUENCE)
+    with torch.no_grad():
+        model.embedding.weight.copy_(whole.embedding.weight)
+        model.head.weight.copy_(whole.head.weight)
+        for theirs, ours in zip(model.blocks, whole.blocks.values(), strict=True):
+            for linear, part in zip((theirs.q, theirs.k, theirs.v), ours.attention.qkv.weight.chunk(3), strict=True):
+                linear.weight.copy_(part)
+            theirs.out.weight.copy_(ours.attention.out.weight)
+            del theirs.gate, theirs.up, theirs.down
+            theirs.mlp = Mixture()
+            theirs.mlp.router.weight.copy_(ours.mlp.router.weight)
+            for number, expert in enumerate(theirs.mlp.experts):
+                which = number + rank * here if apart else number
+                for linear, part in zip((expert.gate, expert.up), ours.mlp.experts.gate_up[which].chunk(2), strict=True):
+                    linear.weight.copy_(part)
+                expert.down.weight.copy_(ours.mlp.experts.down[which])
+            theirs.forward = block_forward.__get__(theirs)
+    own = [parameter for name, parameter in model.named_parameters() if apart and ".experts." in name]
+    if apart:
+        names = {id(parameter) for parameter in own}
+        ignored = [name for name, parameter in model.named_parameters() if id(parameter) in names]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=asked.train.learning_rate,
+        betas=(asked.train.beta1, asked.train.beta2),
+        eps=asked.train.eps,
+        weight_decay=asked.train.weight_decay,
+        fused=True,
+    )
+    batches = MadeUpBatches(asked, rank)
+
+    def step(number):
+        (batch,) = batches.batch(number)
+        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        counted = torch.tensor([float((targets >= 0).sum())])
+        mine = counted.item()
+        dist.all_reduce(counted)
+        mean = parallel(tokens, targets)
+        optimizer.zero_grad()
+        (mean * (mine * RANKS / counted.item())).backward()  # DDP averages over the ranks
+        for parameter in own:  # which have the gradients of both ranks' tokens
+            parameter.grad /= RANKS
+        optimizer.step()
+        total = (mean.detach() * mine).double().reshape(1)
+        dist.all_reduce(total)
+        return total.item() / counted.item()
+
+    return step
+
+
+def block_forward(self, x, cos, sin):
+    """A plain block's forward with its mixture in the MLP's place."""
+    import torch.nn.functional as F
+    from single import turned
+
+    y = self.attention_norm(x)
+    q, k, v = (linear(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+    q, k = turned(q, cos, sin), turned(k, cos, sin)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + self.out(y.transpose(1, 2).flatten(2))
+    return x + self.mlp(self.mlp_norm(x))
+
+
+def options(parser):
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top_k", type=int, default=2)
+    parser.add_argument("--ffn", type=int, default=512, help="width of an expert")
+
+
+if __name__ == "__main__":
+    main(__doc__, CONTENDERS, stepper, options)

@@ -1,0 +1,142 @@
+"""Whole decoders with mixtures of experts equal Hugging Face's, logits, loss and every gradient, with random weights.
+
+Their gates are float32 whatever the model's dtype, and so are their rotary angles; agreement ends at that. DeepSeek's
+models have latent attention, which this decoder has not; its feed-forward is held against theirs block by block.
+"""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shoal.model.decoder import Decoder
+from shoal.spec.model import ModelSpec, RopeSpec
+from shoal.spec.moe import MoESpec
+
+TOLERANCE = 5e-6
+SIZES = {"layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "vocab": 101, "positions_max": 64}
+THEIR_SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+ROPE = RopeSpec(theta=5000)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        **THEIR_SIZES, intermediate_size=40, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+    )
+    spec = ModelSpec(**SIZES, rope=ROPE, moe=MoESpec(experts=8, top_k=2, expert_ffn=40))
+    return spec, transformers.MixtralForCausalLM(config)
+
+
+def qwen3(normalised=True):
+    """Dense first, then every other layer; heads of a size of their own, normed queries and keys."""
+    config = transformers.Qwen3MoeConfig(
+        **THEIR_SIZES, head_dim=20, intermediate_size=80, moe_intermediate_size=24, num_experts=16, num_experts_per_tok=4,
+        norm_topk_prob=normalised, mlp_only_layers=[0, 1],
+    )  # fmt: skip
+    moe = MoESpec(experts=16, top_k=4, expert_ffn=24, normalised=normalised, first_dense=2)
+    return ModelSpec(**SIZES, head_size=20, ffn=80, qk_norm=True, rope=ROPE, moe=moe), transformers.Qwen3MoeForCausalLM(config)
+
+
+def qwen2():
+    """Shared experts behind a gate, biases on queries, keys and values; every second layer is dense."""
+    config = transformers.Qwen2MoeConfig(
+        **THEIR_SIZES, intermediate_size=80, moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=8,
+        num_experts_per_tok=4, norm_topk_prob=False, decoder_sparse_step=2,
+    )  # fmt: skip
+    moe = MoESpec(
+        experts=8, top_k=4, expert_ffn=24, normalised=False, shared_experts=1, shared_ffn=40, shared_gate=True, every=2
+    )
+    return ModelSpec(**SIZES, ffn=80, qkv_bias=True, rope=ROPE, moe=moe), transformers.Qwen2MoeForCausalLM(config)
+
+
+NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.layers": "blocks",
+    "model.norm": "head.norm",
+    "lm_head": "head",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn": "attention",
+    "o_proj": "out",
+    "mlp.gate.weight": "mlp.router.weight",
+    "block_sparse_moe": "mlp",
+    "experts.gate_up_proj": "experts.gate_up",
+    "experts.down_proj": "experts.down",
+    "shared_expert_gate": "shared_gate",
+    "shared_expert": "shared",
+    "down_proj": "down",
+}
+
+
+def as_ours(theirs):
+    """Their tensors by our names, with q | k | v and gate | up in one."""
+    ours = {}
+    for name, tensor in theirs.items():
+        for their_name, our_name in NAMES.items():
+            if not (their_name == "shared_expert" and "shared_gate" in name):
+                name = name.replace(their_name, our_name)
+        ours[name] = tensor
+    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv"), (("gate_proj", "up_proj"), "gate_up")):
+        for name in [name for name in ours if f".{parts[0]}." in name]:
+            pieces = [ours.pop(name.replace(parts[0], part)) for part in parts]
+            ours[name.replace(parts[0], whole)] = torch.cat(pieces)
+    return ours
+
+
+def shaken(module):
+    """Random values everywhere, norms and biases included, so that nothing can be left out unseen."""
+    random = torch.Generator().manual_seed(3)
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+    return module
+
+
+def relative(ours, theirs):
+    return float((ours - theirs).detach().norm() / theirs.detach().norm())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(mixtral, id="mixtral"),
+        pytest.param(qwen3, id="qwen3-moe"),
+        pytest.param(lambda: qwen3(normalised=False), id="qwen3-moe, not normalised"),
+        pytest.param(qwen2, id="qwen2-moe"),
+    ],
+)
+def test_a_decoder_equals_that_of_hugging_face(case):
+    spec, theirs = case()
+    shaken(theirs)
+    ours = Decoder(spec, torch.float64)
+    ours.load_state_dict(as_ours(dict(theirs.named_parameters())), strict=True)
+    text = torch.randint(spec.vocab, (3, 41), generator=torch.Generator().manual_seed(4))
+    tokens, targets = text[:, :-1], text[:, 1:]
+
+    their_logits = theirs(input_ids=tokens).logits
+    their_loss = nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    their_loss.backward()
+    loss = ours.loss(tokens, targets)
+    loss.backward()
+
+    assert relative(ours(tokens), their_logits) < TOLERANCE
+    assert float(loss) == pytest.approx(float(their_loss), rel=TOLERANCE)
+    gradients = as_ours({name: p.grad for name, p in theirs.named_parameters()})
+    errors = {name: relative(parameter.grad, gradients.pop(name)) for name, parameter in ours.named_parameters()}
+    assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+    assert not gradients
