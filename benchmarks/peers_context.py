@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
+from unittest.mock import patch
 
 from harness import Contender, main
 
@@ -83,9 +84,10 @@ def plain(name, rank, asked):
     copy_weights(whole, asked.model, model)
     ranks = dist.get_world_size()
     share = slice(rank * sequence // ranks, (rank + 1) * sequence // ranks)
+    attention = F.scaled_dot_product_attention
     if name.startswith(GATHER):
         model.cos, model.sin = model.cos[share], model.sin[share]
-        F.scaled_dot_product_attention = gathered(share, sequence, name.startswith(PREFIX))
+        attention = gathered(share, sequence, name.startswith(PREFIX))
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -109,7 +111,8 @@ def plain(name, rank, asked):
             loss = torch_context_parallel(model, tokens, targets, valid)
         else:
             tokens, targets = tokens[:, share], targets[:, share]
-            loss = model(tokens, targets) * int((targets >= 0).sum()) / valid
+            with patch.object(F, "scaled_dot_product_attention", attention):
+                loss = model(tokens, targets) * int((targets >= 0).sum()) / valid
             loss.backward()
         loss = loss.detach()
         if ranks > 1:
@@ -180,69 +183,72 @@ def try_torch(rank, world):
 
 
 def show_balance(sequence, steps):
-    """Prints each rank's work over the mean, planned in pairs of query and key and measured in seconds of its kernels,
-    and how long the ring takes over the mean if every step of it waits for its busiest rank.
+    """Prints, for every contender, each rank's part of the work: see the columns' names below.
+
+    Seconds are of the processor, in one training step, so that ranks that share a core do not count each other's.
     """
     from shoal.axes.context.cost import pairs
     from shoal.launch.pool import Pool
     from shoal.plan.traffic import crossing
 
-    print(f"{'':32} {'work of each rank over the mean':36} {'step by step':>14}  seconds in kernels, of a step")
+    print(
+        "seconds: of the processor, in a step, by rank; attention: what its kernels take of them, by rank, over their"
+    )
+    print(
+        "mean, and as planned in pairs of query and key; steps: as long as each step of the ring's busiest rank, over the mean"
+    )
     with Pool(4) as pool:
-        for ranks, kinds in KINDS.items():
-            for kind in kinds:
-                layout = f"cp={ranks},cp_kind={kind}"
-                cut = crossing(job(layout, sequence))
-                planned = [list(row) for row in pairs(cut) for _ in range(cut.across)]
-                results = pool.run(computing, ranks, layout, sequence, steps)
-                _line(f"{layout}, planned", planned)
-                taken = [seconds for seconds, _ in results]
-                kernels = sum(map(sum, taken)) / ranks
-                _line("measured", taken, f"{kernels:.3f} of {max(wall for _, wall in results):.3f}")
+        for name, contender in contenders(sequence, torch_runs=False).items():
+            results = pool.run(computing, contender.ranks, name, sequence, steps)
+            print(f"{name:36} seconds   {' '.join(f'{seconds:.3f}' for seconds, _ in results)}")
+            if "cp=" in name:
+                cut = crossing(job(name.removeprefix("shoal "), sequence))
+                _line("planned", [row for row in pairs(cut).tolist() for _ in range(cut.across)])
+                _line("measured", [kernels for _, kernels in results])
 
 
-def _line(name, table, end=""):
+def _line(name, table):
     mean = sum(map(sum, table)) / len(table)
     shares = " ".join(f"{sum(row) / mean:.3f}" for row in table)
-    print(f"{name:>32} {shares:36} {sum(map(max, zip(*table, strict=True))) / mean:>14.3f}  {end}")
+    print(f"{'':36} attention {shares}, {name}; steps {sum(map(max, zip(*table, strict=True))) / mean:.3f}")
 
 
-def computing(rank, world, layout, sequence, steps):
-    """(seconds of this rank's attention kernels by step of the ring, seconds of a whole step), each per training step.
-
-    Kernels' seconds are of the processor, so that ranks that share one do not count each other's.
-    """
+def computing(rank, world, name, sequence, steps):
+    """(seconds of one step, those of the attention kernels by step of the ring) of this rank's processor, per step."""
     import torch
 
     from shoal.axes.context import kernel
     from shoal.axes.context.run import View
 
     torch.set_num_threads(1)
-    trainer = shoal_trainer(layout, rank, sequence)
-    trainer.step(0)
-    ring = max(1, trainer.model.crossing._ring.size)
-    seconds, owner = defaultdict(float), [0]
+    step = stepper(name, rank, argparse.Namespace(sequence=sequence))
+    step(0)
+    seconds, at = defaultdict(float), [0]
     tiles = View.tiles
 
-    def noted(self, of):
-        owner[0] = (self._rank - of) % ring
-        return tiles(self, of)
+    def noted(self, owner):
+        at[0] = (self._rank - owner) % len(self._shares)
+        return tiles(self, owner)
 
     def timed(function):
         def call(*arguments):
             began = time.thread_time()
             result = function(*arguments)
-            seconds[owner[0]] += time.thread_time() - began
+            seconds[at[0]] += (time.thread_time() - began) / steps
             return result
 
         return call
 
-    View.tiles, kernel.forward, kernel.backward = noted, timed(kernel.forward), timed(kernel.backward)
-    began = time.perf_counter()
-    for step in range(steps):
-        trainer.step(1 + step)
-    wall = time.perf_counter() - began
-    return [seconds[step] / steps for step in range(ring)], wall / steps
+    with (
+        patch.object(View, "tiles", noted),
+        patch.object(kernel, "forward", timed(kernel.forward)),
+        patch.object(kernel, "backward", timed(kernel.backward)),
+    ):
+        began = time.process_time()
+        for number in range(steps):
+            step(1 + number)
+        whole = (time.process_time() - began) / steps
+    return whole, [seconds[place] for place in range(world)]
 
 
 def options(parser):

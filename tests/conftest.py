@@ -2,9 +2,14 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from shoal.launch.pool import Pool
+
+# A slow machine is no failure.
+hypothesis.settings.register_profile("shoal", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shoal")
 
 
 @pytest.fixture(scope="session")
