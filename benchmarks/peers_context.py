@@ -209,8 +209,12 @@ def show_balance(sequence, steps):
 
 def _line(name, table):
     mean = sum(map(sum, table)) / len(table)
-    shares = " ".join(f"{sum(row) / mean:.3f}" for row in table)
-    print(f"{'':36} attention {shares}, {name}; steps {sum(map(max, zip(*table, strict=True))) / mean:.3f}")
+    table = [[work / mean for work in row] for row in table if any(row)]
+    print(f"{'':36} attention {' '.join(f'{sum(row):.3f}' for row in table)}, {name}", end="")
+    if any(any(row[1:]) for row in table):
+        by_step = " | ".join(" ".join(f"{work:.2f}" for work in row) for row in table)
+        print(f"; by step {by_step}; steps {sum(map(max, zip(*table, strict=True))):.3f}", end="")
+    print()
 
 
 def computing(rank, world, name, sequence, steps):

@@ -94,8 +94,5 @@ def error(one, other):
 
 def continued(job, layout, out, **train):
     """The same job under another layout, going on from what `job` left."""
-    return replace(
-        job,
-        layout=type(job.layout).parse(layout),
-        train=replace(job.train, out=str(out), resume=job.train.out, **train),
-    )
+    changed = {"out": str(out), "resume": job.train.out, **train}
+    return replace(job, layout=type(job.layout).parse(layout), train=replace(job.train, **changed))

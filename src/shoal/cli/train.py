@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from shoal.cli import dry_run
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.launch.cluster import Place, find_place
 from shoal.launch.local import Stopped, check_port, run_local
@@ -31,6 +32,7 @@ BASE = {"model": {"preset": "demo"}}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
+    dry_run.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(job_toml(job), end="")
         return 0
+    if dry_run.asked(arguments):
+        return dry_run.run(job, arguments)
     place = find_place(os.environ, job.machine.port)
     out = Path(job.train.out)
     # Here, so that what is wrong with the request is said before any rank starts, and before anything is written.

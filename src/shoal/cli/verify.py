@@ -63,10 +63,23 @@ def show(verdict, console: Console) -> None:
             f"{sum(row.measured_calls):,}",
             "equal" if row.ok else "DIFFERS",
         )
+    for category in dict.fromkeys(row.category for row in verdict.memory):
+        of_category = [row for row in verdict.memory if row.category == category]
+        worst = max(of_category, key=lambda row: row.measured)
+        if worst.measured or not all(row.ok for row in of_category):
+            word = "ok" if all(row.ok for row in of_category) else "DIFFERS"
+            what = f"{category}, most bytes of a rank ({worst.rank})"
+            table.add_row(what, f"{worst.predicted:,}", f"{worst.measured:,}", "", word)
+    if verdict.schedule:
+        steps = sum(len(row.planned) for row in verdict.schedule), sum(len(row.executed) for row in verdict.schedule)
+        word = "equal" if all(row.ok for row in verdict.schedule) else "DIFFERS"
+        table.add_row("schedule, instructions in order", *(f"{count:,}" for count in steps), "", word)
     console.print(table)
+    for category, why in verdict.uncounted.items():
+        console.print(f"not compared: {category}; {why}", highlight=False, soft_wrap=True)
     for failure in verdict.failures:
         console.print(f"differs: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
-    console.print("ok: the same numbers, the planned bytes" if verdict.ok else "NOT ok", style="bold")
+    console.print("ok: the same numbers, the planned bytes, the planned memory" if verdict.ok else "NOT ok", style="bold")
 
 
 def _steps(arguments: argparse.Namespace) -> int:

@@ -53,8 +53,8 @@ class Decoder(nn.Module):
         modes = {layer: stage.mode(layer) for stage in self.stages for layer in stage.layers}
         with torch.device("meta"):  # torch's layers would spend seconds on random weights that are replaced anyway
             self.embedding = self.layers.embedding() if first or (last and spec.tied) else None
-            if self.embedding is not None and not first:
-                self.embedding.positions = None  # only the head's matrix is wanted here
+            if self.embedding is not None and not first and spec.positions == "learned":
+                self.embedding.register_parameter("positions", None)  # only the head's matrix is wanted here
             self.blocks = nn.ModuleDict(
                 {
                     str(layer): Block(

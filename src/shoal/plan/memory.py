@@ -65,7 +65,7 @@ def _pipelined(job: Job, rank: int, store: Store) -> dict[str, int]:
     """The most that is whole at once in a pipeline, along the instructions of this rank.
 
     A chunk's whole gradients are there from the first of its backwards to the end of the one that completes them, B or W; its
-    gathered weights, from the block that needs them on, to the end of B or I.
+    gathered weights, from the block that needs them on, to the end of B or I; those that are kept, to the step's last.
     """
     cut, parts = store.cut, store.parts
     wholes = {name: zero.padded(size, cut.ranks) for name, size in zip(parts, zero.sizes(parts), strict=True)}
@@ -75,12 +75,14 @@ def _pipelined(job: Job, rank: int, store: Store) -> dict[str, int]:
         for chunk, names in enumerate(names_by_chunk(job, rank))
     ]
     kept = zero.kept_units(list(parts), cut)
+    order = list(schedule_of(job).instructions(place))
+    last = {x.chunk: x for x in order if x.kind in "BW"}  # a later one takes the place of an earlier one
     filled, gathered, most = set[str](), set[str](), Counter[str]()
 
     def meet(category: str, names: set[str]) -> None:
         most[category] = max(most[category], sum(wholes[name] for name in names))
 
-    for x in schedule_of(job).instructions(place):
+    for x in order:
         own = by_chunk[x.chunk]
         if x.kind == "F":
             for used in _together(own):
@@ -91,9 +93,11 @@ def _pipelined(job: Job, rank: int, store: Store) -> dict[str, int]:
             meet("buckets", filled)
         if x.kind in "BI":
             meet("gathered", gathered | own)
-            gathered -= own
+            gathered -= own - kept
         if x.kind in "BW":
             filled -= own - {TWICE}  # which leaves when the step ends
+        if last[x.chunk] == x:
+            gathered -= own - {TWICE}
     gathers = cut.width if cut.stage == 3 else 0
     return {"gathered": gathers * most["gathered"], "buckets": cut.reduce_width * most["buckets"]}
 

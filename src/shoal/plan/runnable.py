@@ -14,12 +14,26 @@ def refuse_idle(layout: Layout) -> None:
         ("sp", layout.sp and layout.tp_size == 1, "has no tensor ranks to work on; tp=2,sp would do"),
         ("sp", layout.sp and layout.tp_grid, f"does nothing with tp={layout.tp}, where a grid cuts all activations"),
         ("regather", layout.regather and not layout.sp, "has no cut sequence to gather again; sp,regather would do"),
+        ("reshard", layout.reshard != "always" and layout.zero < 3, "has no weights to free; zero=3 would do"),
+        (
+            "reshard",
+            layout.reshard != "always" and layout.pp > 1,
+            "keeps gathered what other micro-batches of a pipeline free; pp=1 would do",
+        ),
+        ("zero1", layout.zero1 != "rs+ag" and layout.zero != 1, "is about zero=1, which would do"),
+        (
+            "cp_kind",
+            layout.cp_kind not in ("zigzag", "hybrid") and layout.cp == 1,
+            "has no context ranks; cp=2 would do",
+        ),
+        ("schedule", layout.schedule != "1f1b" and layout.pp == 1, "has no stages to order; pp=2 would do"),
+        ("stages", layout.stages and layout.pp == 1, "has no pipeline to cut layers for; pp=2 would do"),
         ("dedup", layout.dedup and layout.ep == 1, "has no expert ranks to send tokens to; ep=2,dedup would do"),
     ):
         if idle:
-            off = "false" if isinstance(getattr(layout, key), bool) else "1"
-            value = str(getattr(layout, key)).lower()
-            raise RequestError(f"layout.{key}", f"layout.{key} = {value} {why}, or {key}={off}")
+            plain, value = getattr(Layout(), key), getattr(layout, key)
+            off, value = (str(x).lower() if isinstance(x, bool) else x for x in (plain, value))
+            raise RequestError(f"layout.{key}", f"layout.{key} = {value} {why}, or {key}={off or 'nothing'}")
 
 
 def updates_between(layout: Layout) -> bool:

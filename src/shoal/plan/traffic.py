@@ -139,9 +139,11 @@ def _update(job: Job, mesh: Mesh, rank: int, run: range) -> Iterator[Transfer]:
         parts, cut = store.parts, store.cut
         if cut.stage:
             # What two chunks of a rank use is summed at the end of the step alone.
-            uses = {TWICE: seen * 2}, {TWICE: 1}
+            uses = {TWICE: seen * 2}
+            if job.layout.pp > 1:  # what is kept gathered stays until the last micro-batch
+                uses |= dict.fromkeys(zero.kept_units(list(parts), cut), 1)
             replica = mesh.coordinate("replicate", rank)
-            for transfer in zero.step_transfers(parts, cut, store.shard, replica, seen, *uses):
+            for transfer in zero.step_transfers(parts, cut, store.shard, replica, seen, uses, {TWICE: 1}):
                 within = transfer.micro_batch
                 yield transfer if within is None else replace(transfer, micro_batch=run.start + within)
         else:

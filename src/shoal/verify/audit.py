@@ -3,8 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from shoal.axes.pipeline.live import peaks
+from shoal.axes.pipeline.schedules.instruction import Schedule
 from shoal.transfer import Transfer
+from shoal.verify.compare import Executed
 
 MEMORY_TOLERANCE = 0.01  # of what is planned
 
@@ -91,6 +95,44 @@ class MemoryRow:
     def difference(self) -> str:
         """One line: what differs, on which rank."""
         return f"memory, {self.category}: rank {self.rank} planned {self.predicted:,} bytes, measured {self.measured:,}"
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """One step of a pipeline on a rank: instructions in order, and the most forwards held at once."""
+
+    rank: int
+    planned: list[str]
+    executed: list[str]
+    planned_alive: int
+    measured_alive: int
+
+    @property
+    def ok(self) -> bool:
+        return self.planned == self.executed and self.planned_alive == self.measured_alive
+
+    def as_dict(self) -> dict:
+        """For JSON, instructions as text."""
+        return {
+            "rank": self.rank,
+            "planned": " ".join(self.planned),
+            "executed": " ".join(self.executed),
+            "planned_alive": self.planned_alive,
+            "measured_alive": self.measured_alive,
+        }
+
+    def difference(self) -> str:
+        """One line: the first instruction that differs."""
+        for number, (planned, seen) in enumerate(zip_longest(self.planned, self.executed, fillvalue="nothing")):
+            if planned != seen:
+                return f"schedule: rank {self.rank} planned {planned} as instruction {number}, executed {seen}"
+        return f"schedule: rank {self.rank} planned {self.planned_alive} forwards alive, held {self.measured_alive}"
+
+
+def audit_schedule(schedule: Schedule, place: int, rank: int, executed: Executed) -> ScheduleRow:
+    """The row of `rank`, which is number `place` of its pipeline."""
+    planned = [str(x) for x in schedule.instructions(place)]
+    return ScheduleRow(rank, planned, executed.instructions, peaks(schedule)[place], executed.alive)
 
 
 def audit_memory(rank: int, predicted: Mapping[str, int], measured: Mapping[str, int]) -> list[MemoryRow]:

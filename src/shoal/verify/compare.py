@@ -7,10 +7,19 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Executed:
+    """The instructions of one step of a pipeline in order, and the most forwards whose activations were held at once."""
+
+    instructions: list[str]
+    alive: int
+
+
+@dataclass(frozen=True)
 class Record:
     """What one rank saw of a trial. gradients: per step, per parameter, summed over all tokens; of its pieces alone.
 
-    buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py.
+    buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py. memory,
+    executed: of one more step in which every target counts, the most bytes by category and what a pipeline did.
     """
 
     losses: list[float]
@@ -20,6 +29,8 @@ class Record:
     transfers: list
     buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
     sent: Mapping = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    executed: Executed | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from shoal.axes.data.run import DataParallel
+from shoal.axes.flat import Bucket
+from shoal.axes.zero.part import Part
 from shoal.axes.zero.run import ZeRO
 from shoal.kernels.linear import PutOff
 from shoal.train.states import Together
@@ -33,7 +36,10 @@ def measured_step(trainer: Trainer, step: int) -> dict[str, int]:
 def held(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's states between steps, and the most of what ZeRO puts together meanwhile."""
     states = trainer.states.states if isinstance(trainer.states, Together) else [trainer.states]
-    parts = [part for each in states for part in (each.parts if isinstance(each, ZeRO) else each.buckets)]
+    parts: list[Part | Bucket] = []
+    for each in states:
+        assert isinstance(each, ZeRO | DataParallel)
+        parts += each.parts if isinstance(each, ZeRO) else each.buckets
     found = {
         "weights": _bytes([part.weights for part in parts]),
         "gradients": _bytes([part.gradients for part in parts]),
@@ -82,7 +88,9 @@ class Kept:
                 self._other.add(key)
                 weakref.finalize(x.untyped_storage(), self._other.discard, key)  # the address may be used again
 
-    def _put_off(self, add: Callable[..., None], parameter: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
+    def _put_off(
+        self, add: Callable[..., None], parameter: Tensor, compute: Callable[..., Tensor], *inputs: Tensor
+    ) -> None:
         waiting = _Waiting(compute, inputs)
         self._fresh.append(waiting)
         add(parameter, waiting, *inputs)

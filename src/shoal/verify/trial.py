@@ -8,22 +8,28 @@ from shoal.plan.pieces import mesh_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch, share
 from shoal.train.trainer import Trainer
-from shoal.verify.compare import Record
+from shoal.verify.compare import Executed, Record
+from shoal.verify.measure import measured_step
 
 
 class MadeUpBatches:
-    """Random tokens, a function of (seed, step, global sample); targets invalid at random, so ranks count unevenly."""
+    """Random tokens, a function of (seed, step, global sample); targets invalid at random, so ranks count unevenly.
 
-    def __init__(self, job: Job, dp_rank: int):
-        self.job, self.dp_rank = job, dp_rank
+    whole: every target counts, and sequences are as long as the layout wants them.
+    """
+
+    def __init__(self, job: Job, dp_rank: int, whole: bool = False):
+        self.job, self.dp_rank, self.whole = job, dp_rank, whole
 
     def batch(self, step: int) -> list[MicroBatch]:
         job = self.job
         random = np.random.default_rng((job.train.seed, step))
-        text = random.integers(0, job.model.vocab, (job.train.batch, job.data.sequence + 1))
+        length = job.sequence if self.whole else job.data.sequence
+        text = random.integers(0, job.model.vocab, (job.train.batch, length + 1))
         tokens, targets = text[:, :-1], text[:, 1:].copy()
         kept = random.uniform(0.2, 1.0, (job.train.batch, 1))  # each sample keeps another part of its targets
-        targets[random.uniform(size=targets.shape) > kept] = -100
+        if not self.whole:
+            targets[random.uniform(size=targets.shape) > kept] = -100
         documents = None
         if job.data.packing == "packed":
             documents = np.cumsum(random.uniform(size=targets.shape) < 4 / job.data.sequence, axis=1)
@@ -35,7 +41,10 @@ class MadeUpBatches:
 
 
 def trial(rank: int, world: int, job: Job, steps: int) -> Record:
-    """Runs `steps` steps of the job as `rank` of an initialised group of `world`; called on every rank."""
+    """Runs `steps` steps of the job as `rank` of an initialised group of `world`, and one more that is measured alone.
+
+    Called on every rank.
+    """
     mesh = mesh_of(job)
     here = World(mesh, rank, Ledger()) if world > 1 else World.single()
     trainer = Trainer(job, here, MadeUpBatches(job, mesh.coordinates(rank)["dp"]))
@@ -47,9 +56,19 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     weights = {name: _numpy(weight) for name, weight in trainer.states.weights()}
     buffers = {name: _numpy(buffer) for name, buffer in trainer.model.named_buffers()}
     transfers, sent = here.ledger.transfers(), trainer.mixtures.sent()
+    trainer.batches = MadeUpBatches(job, mesh.coordinates(rank)["dp"], whole=True)
+    held = measured_step(trainer, steps)
     here.close()
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    return Record(losses, norms, gradients, weights, transfers, buffers, sent)
+    return Record(losses, norms, gradients, weights, transfers, buffers, sent, held, executed(trainer))
+
+
+def executed(trainer: Trainer) -> Executed | None:
+    """What a pipeline did in the last step."""
+    if trainer.pipeline is None or trainer.pipeline.ran is None:
+        return None
+    ran = trainer.pipeline.ran
+    return Executed([str(done.instruction) for done in ran.log], ran.peak)
 
 
 def _numpy(tensor) -> np.ndarray:

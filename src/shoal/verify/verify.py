@@ -8,9 +8,10 @@ from math import lcm
 
 from shoal.launch.pool import Pool
 from shoal.plan.experts import Sent, routed_transfers
-from shoal.plan.pieces import pieces_of
+from shoal.plan.memory import memory, unknown
+from shoal.plan.pieces import mesh_of, pieces_of
 from shoal.plan.runnable import updates_between
-from shoal.plan.stages import layers_wanted
+from shoal.plan.stages import layers_wanted, schedule_of
 from shoal.plan.traffic import step_transfers, times
 from shoal.spec.errors import divisors
 from shoal.spec.fit import check_fit, exchanges, sequence_parts
@@ -20,7 +21,7 @@ from shoal.spec.model import ModelSpec
 from shoal.spec.moe import MoESpec
 from shoal.transfer import Transfer
 from shoal.verify.assemble import disagreement, whole_record
-from shoal.verify.audit import Row, audit
+from shoal.verify.audit import MemoryRow, Row, ScheduleRow, audit, audit_memory, audit_schedule
 from shoal.verify.compare import Error, compare
 from shoal.verify.delayed import delayed
 from shoal.verify.trial import trial
@@ -30,12 +31,19 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}  # design, ide
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well."""
+    """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well.
+
+    memory: by rank and category, of one more step in which every target counts; uncounted: categories that have no closed
+    form for this job, and why. schedule: by rank of a pipeline, what was executed.
+    """
 
     layout: Layout
     limit: float  # the largest relative error allowed
     errors: dict[str, Error]
     rows: list[Row]
+    memory: list[MemoryRow]
+    uncounted: dict[str, str]
+    schedule: list[ScheduleRow]
     failures: list[str]
 
     @property
@@ -53,6 +61,9 @@ class Verdict:
             },
             "worst": {kind: error.where for kind, error in self.errors.items()},
             "transfers": [row.as_dict() for row in self.rows],
+            "memory": [row.as_dict() for row in self.memory],
+            "uncounted": self.uncounted,
+            "schedule": [row.as_dict() for row in self.schedule],
             "failures": self.failures,
         }
 
@@ -174,13 +185,22 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     sent = {rank: record.sent for rank, record in enumerate(records)}
     predicted = [planned(job, rank, steps, sent) for rank in range(layout.world)]
     rows = audit(predicted, [record.transfers for record in records])
+    memory_rows = [
+        row for rank, record in enumerate(records) for row in audit_memory(rank, memory(job, rank), record.memory)
+    ]
+    schedule_rows = [
+        audit_schedule(schedule_of(job), mesh_of(job).coordinate("pp", rank), rank, record.executed)
+        for rank, record in enumerate(records)
+        if record.executed
+    ]
     limit = TOLERANCE[job.train.dtype]
     failures = [
         f"{kind}: {error.where} is off by {error.value:.1e} (relative L2; {limit:.0e} is allowed)"
         for kind, error in errors.items()
         if not error.value <= limit
     ]
-    failures += [row.difference() for row in rows if not row.ok]
+    audited: list[Row | MemoryRow | ScheduleRow] = [*rows, *memory_rows, *schedule_rows]
+    failures += [row.difference() for row in audited if not row.ok]
     if strayed := disagreement([record.weights for record in records], pieces):
         failures.append(strayed)
-    return Verdict(layout, limit, errors, rows, failures)
+    return Verdict(layout, limit, errors, rows, memory_rows, unknown(job), schedule_rows, failures)

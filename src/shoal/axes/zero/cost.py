@@ -12,7 +12,7 @@ from types import MappingProxyType
 from shoal.axes.data.cost import SCALAR, buckets
 from shoal.axes.piece import Span
 from shoal.spec.inventory import Parameter, elements
-from shoal.transfer import Transfer, traffic
+from shoal.transfer import Transfer, pieces, traffic
 
 ENDS, ROOT = ("embedding", "head"), "root"  # with a tied head both ends use one matrix, so they are one unit
 
@@ -125,12 +125,13 @@ def _weights(
             sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
             yield Transfer("optimizer", cut.axis, "all_gather", sent, received)
         return
+    shared_out = {name: pieces(uses.get(name, micro_batches), micro_batches) for name in wholes}
     for micro_batch in range(micro_batches):
         for phase in ("forward", "backward"):
             for name, whole in wholes.items():
                 if phase == "forward" or name not in kept:
                     sent, received = traffic("all_gather", whole, cut.width, cut.ranks, rank)
-                    for _ in range(uses.get(name, micro_batches) // micro_batches):
+                    for _ in range(shared_out[name][micro_batch]):
                         yield Transfer(phase, cut.axis, "all_gather", sent, received, micro_batch=micro_batch)
 
 

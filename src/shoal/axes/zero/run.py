@@ -26,9 +26,9 @@ class ZeRO:
 
     runs: named parameters of each part, in stage 3 of each unit; units in forward order, buckets in backward order.
     decays: names of parameters with weight decay. modules: for stage 3, the modules that use each unit when called.
-    kept: units that stay gathered from forward to backward. replicas: the ranks that hold the same shards, for hybrid
-    shard. literal: stage 1 sums whole gradients with an all-reduce. gradient_dtype: of gradients on the wire and in the
-    shards, by default that of the parameters.
+    kept: units that stay gathered from forward to backward, in a pipeline to the step's last. replicas: the ranks that
+    hold the same shards, for hybrid shard. literal: stage 1 sums whole gradients with an all-reduce. gradient_dtype: of
+    gradients on the wire and in the shards, by default that of the parameters.
     """
 
     def __init__(
@@ -102,11 +102,13 @@ class ZeRO:
             if not part.left:
                 self._leave(part)
         self._settle()
+        for unit in self.units:
+            unit.free()
         self._sum_over_replicas()
 
     def finish(self, names: Collection[str], last: bool) -> None:
         """The parts of these runs got all gradients of one more micro-batch; last: of the step's last one."""
-        self.free(names)
+        self.free(names, last)
         if self.stage == 1 and not last:
             return
         for part in self.parts:
@@ -115,10 +117,12 @@ class ZeRO:
         if self.stage > 1:
             self._settle()  # the next backward fills the same buffers
 
-    def free(self, names: Collection[str]) -> None:
-        """Gives the gathered weights of these runs back, in stage 3."""
+    def free(self, names: Collection[str], last: bool = False) -> None:
+        """Gives the gathered weights of these runs back, in stage 3; those that are kept only after the last micro-batch,
+        since in a pipeline the next one is under way already.
+        """
         for unit in self.units:
-            if unit.name in names:
+            if unit.name in names and (last or not unit.keep):
                 unit.free()
 
     def _begin(self, first: bool, last: bool) -> None:
