@@ -5,7 +5,7 @@ rank in turn the ranks exchange the tokens that chose it, counts and then rows, 
 with torch's differentiable all-to-all. All start from the same weights and train on the same tokens with torch's fused
 AdamW, without auxiliary losses and without drops.
 
-    python benchmarks/peers_expert.py [--rounds 15] [--experts 8] [--top_k 2] [--ffn 512] [--json]
+    python benchmarks/peers_expert.py [--rounds 15] [--experts 32] [--top_k 4] [--ffn 128] [--json]
 """
 
 from harness import Contender, main
@@ -179,9 +179,9 @@ def block_forward(self, x, cos, sin):
 
 
 def options(parser):
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top_k", type=int, default=2)
-    parser.add_argument("--ffn", type=int, default=512, help="width of an expert")
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top_k", type=int, default=4)
+    parser.add_argument("--ffn", type=int, default=128, help="width of an expert")
 
 
 if __name__ == "__main__":

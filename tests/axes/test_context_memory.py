@@ -8,9 +8,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.axes.context.cost import Crossing, saved_bytes
-from shoal.axes.context.memory import block_activations
-from shoal.axes.tensor import memory
-from shoal.axes.tensor.cost import Axis, Shape
 from shoal.axes.tensor.run import TensorLayers
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
@@ -19,6 +16,7 @@ from shoal.launch.pool import Pool
 from shoal.model.attention import visible
 from shoal.model.block import Block
 from shoal.model.rope import rotation
+from shoal.plan.activations import block_bytes
 from shoal.plan.pieces import mesh_of
 from shoal.spec.build import job_from_tree
 from shoal.spec.job import Job
@@ -85,12 +83,10 @@ def of_block(model, layers, crossing, seen, tokens):
     return sum(size for place, size in storages.items() if place not in others)
 
 
-def planned(model, layout, rank):
-    layout = Layout.parse(layout)
-    heads, kv_heads = model.heads // layout.tp_size, max(1, model.kv_heads // layout.tp_size)
-    sizes = layout.cp, BATCH, SEQUENCE, heads, kv_heads, model.head_size
-    cut = Crossing(layout.cp_kind, *sizes, ulysses=layout.ulysses, window=model.window)
-    return block_activations(model, cut, Axis(layout.tp_size, rank % layout.tp_size, layout.sp))
+def planned(model, layout, documents):
+    data = {"sequence": SEQUENCE, "packing": "packed" if documents else "stream"}
+    asked = job_from_tree({"layout": layout, "data": data, "train": {"batch": BATCH}})
+    return block_bytes(replace(asked, model=model), "none").kept
 
 
 @pytest.mark.parametrize(
@@ -109,8 +105,8 @@ def test_the_closed_form_is_what_autograd_keeps(pool, world, layouts):
         for number, model in enumerate(MODELS.values())
     ]
     for rank, found in enumerate(pool.run(kept, world, cases)):
-        for (model, layout, _), size in zip(cases, found, strict=True):
-            assert size == planned(model, layout, rank), (model, layout)
+        for case, size in zip(cases, found, strict=True):
+            assert size == planned(*case), (rank, case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,9 +129,8 @@ def test_attention_s_part_of_it_by_hand():
     rest = (
         32 * (2 * 32 + 2 * 2 + 2 * 32 + 2 * 128) * 4
     )  # inputs of norms, their statistics, inputs of column layers, MLP
-    assert block_activations(without, cut, Axis(1, 0)) == rest + saved_bytes(cut)
-    alone = memory.block_activations(without, Shape(BATCH, SEQUENCE, 32, 4), Axis(1, 0)).total
-    assert alone == 4 * (rest + saved_bytes(cut))
+    assert planned(without, "cp=4", False) == rest + saved_bytes(cut)
+    assert planned(without, "dp=1", False) == 4 * (rest + saved_bytes(cut))
 
 
 LONG, LIMIT = 4096, 230 * 2**20  # tokens; bytes beyond what a process has before its first step

@@ -12,15 +12,19 @@ from reference import STEPS, differing, plain_torch, together
 from shoal.axes.context import kernel, order
 from shoal.axes.context.cost import pairs
 from shoal.axes.context.run import ContextAttention
+from shoal.comm.ledger import Ledger
+from shoal.comm.world import World
 from shoal.model import attention, decoder
+from shoal.plan.memory import memory
+from shoal.plan.pieces import mesh_of
 from shoal.plan.traffic import crossing, step_transfers, times
 from shoal.spec.build import job_from_tree
 from shoal.spec.fit import check_fit
 from shoal.spec.layout import Layout
 from shoal.train import trainer
-from shoal.verify.audit import audit
+from shoal.verify.audit import audit, audit_memory
 from shoal.verify.compare import compare
-from shoal.verify.trial import trial
+from shoal.verify.trial import MadeUpBatches, trial
 from shoal.verify.verify import verify
 
 KINDS = ("ring", "zigzag", "striped", "ulysses", "allgather", "hybrid")
@@ -97,7 +101,7 @@ def truth(job, monkeypatch):
 
 
 def check(job, records, monkeypatch):
-    """Losses, every gradient of every step, weights after the last, norms; and the bytes and calls of every rank."""
+    """Losses, every gradient of every step, weights after the last, norms; what every rank sent, and what it held."""
     check_fit(job.model, job.layout, job.sequence, job.train.batch, job.sequence - job.data.sequence)
     case = f"{job.layout}, {job.model.kv_heads} KV heads, window {job.model.window}, {job.data.packing}"
     for kind, error in compare(together(job, records), truth(job, monkeypatch)).items():
@@ -105,6 +109,7 @@ def check(job, records, monkeypatch):
     assert differing(job, records) is None, case
     planned = [times(step_transfers(job, rank), STEPS) for rank in range(job.layout.world)]
     rows = audit(planned, [record.transfers for record in records])
+    rows += [row for rank, x in enumerate(records) for row in audit_memory(rank, memory(job, rank), x.memory)]
     assert [row.difference() for row in rows if not row.ok] == [], case
 
 
@@ -238,12 +243,12 @@ def places_of_a_ring(rank, world, job, steps):
 
 def loss_times_the_ranks(rank, world, job, steps):
     """A trial whose losses are multiplied by the number of context ranks (Megatron-LM has had both)."""
-    right = decoder.Decoder.loss
-    decoder.Decoder.loss = lambda self, *batch: right(self, *batch) * self.crossing.group.size
+    right = trainer.Trainer._loss
+    trainer.Trainer._loss = lambda self, batch: right(self, batch) * self.job.layout.cp
     try:
         return trial(rank, world, job, steps)
     finally:
-        decoder.Decoder.loss = right
+        trainer.Trainer._loss = right
 
 
 @pytest.mark.parametrize("fault", [places_of_a_ring, loss_times_the_ranks])
@@ -272,7 +277,7 @@ def counted_pairs(rank, world, job):
 
     kernel.forward, kernel.backward = counted_forward, counted_backward
     try:
-        trial(rank, world, job, 1)
+        trainer.Trainer(job, World(mesh_of(job), rank, Ledger()), MadeUpBatches(job, 0)).step(0)
     finally:
         kernel.forward, kernel.backward = forward, backward
     return counts["forward"], counts["backward"]

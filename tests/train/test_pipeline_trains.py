@@ -59,6 +59,10 @@ CASES = [
     ("tied", "pp=4,micro_batches=4,dp=2,zero=3"),
     ("untied", "pp=2,micro_batches=8,dp=2,tp=2,order=pp-dp-tp"),
     ("untied", "pp=2,micro_batches=2,dp=4,hsdp=2,zero=3"),
+    ("untied", "pp=2,micro_batches=4,dp=2,cp=2,zero=2"),
+    ("untied", "pp=2,micro_batches=5,dp=2,zero=3,reshard=never"),
+    ("tied", "pp=2,schedule=zb-v,micro_batches=4,dp=2,zero=3,reshard=keep_last"),
+    ("tied", "pp=4,schedule=dualpipe-v,micro_batches=8,dp=2,zero=3,reshard=never"),
     ("tied", "pp=8,micro_batches=8"),
     ("untied", "pp=2,schedule=interleaved,v=4,micro_batches=3"),
     ("tied", "pp=2,schedule=interleaved,micro_batches=5,stages=2-1-3-2,dp=2,zero=2"),
@@ -125,7 +129,7 @@ def test_every_layout_trains_what_plain_torch_trains_as_scheduled_and_planned(po
     for rank, (_, steps) in enumerate(results):
         place = mesh.coordinate("pp", rank)
         wanted = list(map(str, schedule.instructions(place))), peaks(schedule)[place]
-        assert steps == [wanted] * STEPS
+        assert len(steps) >= STEPS and all(step == wanted for step in steps)
     planned = [times(step_transfers(this, rank), STEPS) for rank in range(this.layout.world)]
     assert [row.difference() for row in audit(planned, [record.transfers for record in records]) if not row.ok] == []
 
@@ -384,6 +388,16 @@ def backward_of_the_newest(self, x, gradient):
     BACKWARD(self, x, gradient)
 
 
+def nothing_put_off(self, schedule, group, *arguments, **options):
+    ENGINE_INIT(self, schedule, group, *arguments, **options)
+    kinds = [getattr(action, "kind", None) for action in self.program]
+    self.program = [
+        made
+        for kind, action in zip(kinds, self.program, strict=True)
+        for made in ([action, replace(action, kind="W")] if kind == "I" else [] if kind == "W" else [action])
+    ]
+
+
 def weight_gradients_of_the_queue(self):
     taken = PutOff()
     for parameter in list(self._waiting)[1:]:  # one is forgotten
@@ -408,6 +422,9 @@ FAULTS = {  # the model and layout; of what, which name becomes what; what verif
         ["loss: ", "grad_norm: ", "optimizer all_reduce over pp: rank 0 planned"]),
     "micro-batches in another order on one rank": (
         "untied", "pp=2,schedule=gpipe", Engine, "__init__", order_reversed_on_rank_1, ["loss: ", "grad: gradient of "]),
+    "an order that changes no number": (
+        "untied", "pp=2,schedule=zb-h1", Engine, "__init__", nothing_put_off,
+        ["schedule: rank 1 planned F1 as instruction 2, executed W0"]),
     "activations of another micro-batch": (
         "untied", "pp=2,schedule=gpipe", _Run, "_backward", backward_of_the_newest, ["grad: gradient of "]),
     "a weight gradient left in the queue": (
@@ -429,32 +446,3 @@ def trial_with(fault, rank, world, job, steps):
     _, _, where, name, broken, _ = FAULTS[fault]
     with patch.object(where, name, broken):  # and no longer: the pool's ranks live on
         return trial(rank, world, job, steps)
-
-
-def eager(rank, world, job, steps):
-    """The trial of an engine that puts no weight gradient off, though the schedule says so."""
-
-    def init(self, schedule, group, *arguments, **options):
-        ENGINE_INIT(self, schedule, group, *arguments, **options)
-        order = [action for action in self.program if getattr(action, "kind", "") != "W"]
-        self.program = [
-            made
-            for action in order
-            for made in ([action, replace(action, kind="W")] if getattr(action, "kind", "") == "I" else [action])
-        ]
-
-    with patch.object(Engine, "__init__", init):
-        return logged(rank, world, job, steps)
-
-
-def test_an_order_that_changes_no_number_shows_in_the_log(pool):
-    this = asked("untied", "pp=2,schedule=zb-h1,micro_batches=4")
-    schedule = schedule_of(this)
-    results = pool.run(eager, 2, this, STEPS)
-    errors = compare(together(this, [record for record, _ in results]), truth("untied", this.train.batch))
-    assert all(error.value <= 1e-10 for error in errors.values())
-    as_scheduled = [
-        [order for order, _ in steps] == [list(map(str, schedule.instructions(rank)))] * STEPS
-        for rank, (_, steps) in enumerate(results)
-    ]
-    assert as_scheduled == [True, False]  # the first stage puts nothing off

@@ -5,14 +5,31 @@ is a view. Gradients move into their buffer as backward makes them (design, idea
 moves: a run of parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from shoal.axes.piece import Span
+
+
+def on_gradient(parameter: nn.Parameter, arrived: Callable[..., None], *place: int) -> None:
+    """Has the method `arrived` called with (*place, parameter) whenever backward has finished the parameter's gradient.
+
+    The hook does not keep the method's object alive: parameters live in its buffers, and torch holds hooks where Python's
+    garbage collector does not see them.
+    """
+    method = WeakMethod(arrived)
+
+    def hook(parameter: Tensor) -> None:
+        call = method()
+        if call is not None:
+            call(*place, parameter)
+
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
 @dataclass(frozen=True)

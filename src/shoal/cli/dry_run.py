@@ -67,28 +67,27 @@ def _check_world(job: Job, world: int | None) -> None:
 def show(job: Job, rehearsal, console: Console) -> None:
     """The rehearsal as one table and a closing line."""
     places = ", ".join(f"{axis} {place}" for axis, place in rehearsal.coordinates.items())
-    title = f"rank {rehearsal.rank:,} of {rehearsal.world:,} ({places}), one step"
-    table = Table(title=title, caption=f"{rehearsal.layout}, in {rehearsal.seconds:.0f} s")
+    console.print(f"{rehearsal.layout}: one step of rank {rehearsal.rank:,} of {rehearsal.world:,} ({places})")
+    table = Table(caption=f"bytes sent (received, of a receive), most bytes held, FLOPs; in {rehearsal.seconds:.0f} s")
     table.add_column("what")
     for column in ("calls", "planned", "executed"):
         table.add_column(column, justify="right")
     table.add_column("")
     for row in rehearsal.rows:
-        calls = f"{sum(row.measured_calls):,}"
-        sent = sum(row.predicted_sent) or sum(row.measured_sent)
-        sides = (row.predicted_sent, row.measured_sent) if sent else (row.predicted_received, row.measured_received)
-        what = f"{row.phase} {row.op} over {row.axis}, bytes {'sent' if sent else 'received'}"
-        table.add_row(what, calls, *(f"{sum(side):,}" for side in sides), "equal" if row.ok else "DIFFERS")
+        received = row.op == "receive"
+        sides = (row.predicted_received, row.measured_received) if received else (row.predicted_sent, row.measured_sent)
+        sums = (f"{sum(side):,}" for side in (row.measured_calls, *sides))
+        table.add_row(f"{row.phase} {row.op} over {row.axis}", *sums, "equal" if row.ok else "DIFFERS")
     table.add_section()
     for line in rehearsal.memory:
         if line.predicted or line.measured:
             word = "equal" if line.predicted == line.measured else "ok" if line.ok else "DIFFERS"
-            table.add_row(f"{line.category}, most bytes", "", f"{line.predicted:,}", f"{line.measured:,}", word)
-    table.add_row("all tensors at once, bytes", "", "", f"{rehearsal.most:,}", "")
+            table.add_row(line.category, "", f"{line.predicted:,}", f"{line.measured:,}", word)
+    table.add_row("all tensors at one time", "", "", f"{rehearsal.most:,}", "")
     table.add_section()
     for kind, (planned, seen) in rehearsal.flops.items():
         word = "equal" if planned == seen else "DIFFERS"
-        table.add_row(f"FLOPs of {kind}", "", f"{planned:,}", f"{seen:,}", word)
+        table.add_row(f"FLOPs of {kind}", "", f"{planned:.4e}", f"{seen:.4e}", word)
     console.print(table)
     for category, why in unknown(job).items():
         console.print(f"not compared: {category}; {why}", soft_wrap=True)

@@ -17,6 +17,7 @@ from shoal.mesh import Mesh
 from shoal.plan.pieces import TIED, mesh_of, pieces_of
 from shoal.plan.stages import stages_for
 from shoal.plan.traffic import crossing
+from shoal.spec.inventory import Parameter
 from shoal.spec.job import Job
 
 FORWARD, STEP = 2, 6  # per multiplication
@@ -39,14 +40,27 @@ def _products(job: Job, stage: Stage, pieces: list[Piece]) -> int:
     """Of a stage's matrix products for one micro-batch. A rank of a grid forms as many: its part of q blocks of tokens."""
     again = {f"blocks.{layer}" for layer in stage.full()}
     blocks = {f"blocks.{layer}" for layer in stage.layers}
-    flops = 0
+    flops = 0.0
     for piece in pieces:
         parameter = piece.parameter
         if parameter.unit in blocks and parameter.decay:
-            flops += prod(piece.shape) * (STEP + FORWARD * (parameter.unit in again))
+            flops += prod(piece.shape) * _use(job, parameter) * (STEP + FORWARD * (parameter.unit in again))
         elif stage.last and parameter.name == (TIED if job.model.tied else "head.weight"):
             flops += _head(job, piece)
-    return flops * job.micro_batch * job.own_sequence
+    return round(flops * job.micro_batch * job.own_sequence)
+
+
+def _use(job: Job, parameter: Parameter) -> float:
+    """How often a rank uses a parameter of a block for each of its tokens: experts as often as tokens choose them on average.
+
+    Tensor ranks that do not cut a mixture of experts share its tokens out, and its router's where the sequence is cut.
+    """
+    layout, moe = job.layout, job.model.moe
+    if moe is None or not parameter.mixture:
+        return 1
+    apart = layout.etp == 1 or (layout.sp and parameter.cut is None)
+    use = 1 / layout.tp_size if apart else 1.0
+    return use * layout.ep * moe.top_k / moe.experts if parameter.experts else use
 
 
 def _head(job: Job, piece: Piece) -> int:

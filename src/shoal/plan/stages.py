@@ -21,22 +21,13 @@ def check_pipeline(layout: Layout, tied: bool, layers: int | None = None) -> Non
     as many as the stages want.
     """
     if layout.pp == 1:
-        return _check_unused(layout)
+        return
     schedule = scheduled(layout)
     _check_places(schedule, tied)
     wanted = layers_wanted(layout) if layers is None else layers
     even(wanted, schedule.stages)
     if layout.stages:
         by_hand(layout.stages, wanted, schedule.stages)
-
-
-def _check_unused(layout: Layout) -> None:
-    """Refuses what says how a pipeline works where there is none."""
-    plain = Layout()
-    for key in ("schedule", "v", "stages"):
-        if getattr(layout, key) != getattr(plain, key):
-            given = f"layout.{key} = {shown(getattr(layout, key))}"
-            raise RequestError(f"layout.{key}", f"{given} does nothing without a pipeline; pp=2 would do, or no {key}")
 
 
 def _check_places(schedule: Schedule, tied: bool) -> None:

@@ -111,6 +111,12 @@ def rehearse(job: Job, rank: int) -> Rehearsal:
 
 
 def _refuse(job: Job) -> None:
+    if job.model.moe:
+        raise RequestError(
+            "model.moe",
+            f"model.moe: which experts the tokens of {job.model.name} go to depends on values, of which a dry run has none; "
+            "a dense model would do",
+        )
     if job.train.offload == "disk":
         raise RequestError("train.offload", "train.offload = disk would write real files in a dry run; host would do")
     if job.data.packing == "packed" and job.layout.cp > 1:

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
-from shoal.axes.flat import Bucket, Held
+from shoal.axes.flat import Bucket, Held, on_gradient
 from shoal.comm.collectives import Handle, all_reduce
 from shoal.comm.world import Group
 
@@ -33,7 +32,7 @@ class DataParallel:
         self.in_flight: dict[int, Handle] = {}  # by bucket, in the order in which they left
         for place, bucket in enumerate(self.buckets):
             for index, slot in enumerate(bucket.slots):
-                slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
+                on_gradient(slot.parameter, self._arrived, place, index)
 
     @contextmanager
     def micro_batch(self, first: bool, last: bool) -> Iterator[None]:

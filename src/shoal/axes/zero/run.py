@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.axes.flat import Held
+from shoal.axes.flat import Held, on_gradient
 from shoal.axes.memory import Memory
 from shoal.axes.zero.part import Part
 from shoal.comm.collectives import Handle, all_gather, all_reduce
@@ -65,7 +65,7 @@ class ZeRO:
         self.in_flight: tuple[Part, Handle] | None = None
         for place, part in enumerate(self.parts):
             for index, slot in enumerate(part.slots):
-                slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, index))
+                on_gradient(slot.parameter, self._arrived, place, index)
 
     @property
     def shared(self) -> bool:
@@ -168,7 +168,8 @@ class ZeRO:
         part.left = True
         self._settle()
         self.in_flight = part, part.reduce(self.literal)
-        part.free()
+        if not self.pipelined:  # else `free` knows whether another micro-batch still needs it
+            part.free()
 
     def _settle(self) -> None:
         if self.in_flight is not None:

@@ -82,9 +82,9 @@ class Saver:
         try:
             self._write(step, parts, describe)
         except BaseException as error:
-            self._failure = _explained(error, self.folder)
             if self.peers.rank == 0:
                 shutil.rmtree(unfinished(self.folder, step), ignore_errors=True)
+            self._failure = _explained(error, self.folder)
 
     def _write(self, step: int, parts: Sequence[Part], describe: Describe) -> None:
         alone = self.peers.group is None
@@ -140,9 +140,9 @@ def _explained(error: BaseException, folder: Path) -> Exception:
         return full
     except OSError as refused:
         why = "a file may not be so large" if refused.errno == errno.EFBIG else refused.strerror
+        would_do = "that all ranks share" if refused.errno == errno.ENOENT else "of yours with room"
         return RequestError(
-            "train.out",
-            f"train.out = {named(folder)} takes no checkpoint ({why}); a folder of yours with room would do",
+            "train.out", f"train.out = {named(folder)} takes no checkpoint ({why}); a folder {would_do} would do"
         )
     except Damaged as lost:
         return RequestError(

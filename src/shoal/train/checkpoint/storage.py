@@ -99,6 +99,7 @@ class Writer(StorageWriter):
                 for chunk in entry.chunks
                 for number, place in (lies[name, tuple(chunk.offsets)],)
             ]
+            assert sum(prod(chunk.sizes) for chunk in chunks) == prod(entry.size), f"{name} is not covered"
             tensors[name] = Stored(NAMES[entry.properties.dtype], tuple(entry.size), tuple(chunks))
         commit(self.folder, self.step, write_index(self.describe(tuple(files), tensors)))
         prune(self.folder, self.keep)
