@@ -54,7 +54,6 @@ def peer(rank, asked, apart):
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from single import Plain
     from torch import nn
     from torch.distributed.nn.functional import all_to_all_single
     from torch.nn.parallel import DistributedDataParallel
@@ -62,6 +61,7 @@ def peer(rank, asked, apart):
     from shoal.model.decoder import Decoder
     from shoal.model.init import initialise
     from shoal.verify.trial import MadeUpBatches
+    from single import Plain
 
     moe, hidden = asked.model.moe, asked.model.hidden
     here = moe.experts // RANKS if apart else moe.experts
@@ -122,7 +122,9 @@ def peer(rank, asked, apart):
             theirs.mlp.router.weight.copy_(ours.mlp.router.weight)
             for number, expert in enumerate(theirs.mlp.experts):
                 which = number + rank * here if apart else number
-                for linear, part in zip((expert.gate, expert.up), ours.mlp.experts.gate_up[which].chunk(2), strict=True):
+                for linear, part in zip(
+                    (expert.gate, expert.up), ours.mlp.experts.gate_up[which].chunk(2), strict=True
+                ):
                     linear.weight.copy_(part)
                 expert.down.weight.copy_(ours.mlp.experts.down[which])
             theirs.forward = block_forward.__get__(theirs)
@@ -168,6 +170,7 @@ def peer(rank, asked, apart):
 def block_forward(self, x, cos, sin):
     """A plain block's forward with its mixture in the MLP's place."""
     import torch.nn.functional as F
+
     from single import turned
 
     y = self.attention_norm(x)

@@ -3,8 +3,9 @@
 Both sides run the same stages of the same decoder (shoal's modules) from the same weights, on the same micro-batches of
 the same tokens, with torch's fused AdamW: GPipe, 1F1B, interleaved 1F1B, and a zero-bubble schedule, ZB-H1 against
 torch's ScheduleInterleavedZeroBubble with one stage per rank. torch finds the two halves of a split backward in autograd's
-graph by itself, which a loss that makes its gradients in forward does not allow: there its last stage ends in torch's own
-linear layer and cross-entropy.
+graph by itself. That asks for operations that can be halved: a loss that makes its gradients in forward cannot, so there
+torch's last stage ends in its own linear layer and cross-entropy; shoal's linear layers cannot either, and compute both
+halves twice, so there is a second contender with torch's own, which are slower on some processors.
 
     python benchmarks/peers_pipeline.py [--rounds 12] [--only NAME ...] [--json]
     python benchmarks/peers_pipeline.py --predict [--rounds 12] [--json]
@@ -32,17 +33,22 @@ PEERS = {  # torch's schedules by the names of shoal's
 PREDICTED = (*PEERS, "breadth-first", "zb-v", "dualpipe", "dualpipe-v")
 
 
-def named(peer, ranks):
-    return f"torch {peer}, {ranks} ranks"
+OWN_LINEAR = ", torch's linear layers"
+
+
+def peers(schedule, ranks):
+    """The names of torch's contenders."""
+    name = f"torch {PEERS[schedule]}, {ranks} ranks"
+    return (name, name + OWN_LINEAR) if schedule == "zb-h1" else (name,)
 
 
 CONTENDERS = {
     name: contender
     for ranks in RANKS
-    for schedule, peer in PEERS.items()
+    for schedule in PEERS
     for name, contender in (
-        (named(peer, ranks), Contender(ranks, TOKENS)),
-        (f"shoal pp={ranks},schedule={schedule}", Contender(ranks, TOKENS, (named(peer, ranks),))),
+        *((peer, Contender(ranks, TOKENS)) for peer in peers(schedule, ranks)),
+        (f"shoal pp={ranks},schedule={schedule}", Contender(ranks, TOKENS, peers(schedule, ranks))),
     )
 }
 
@@ -63,8 +69,9 @@ def stepper(name, rank, options):
     if name.startswith("shoal"):
         trainer = shoal_trainer(job(name.removeprefix("shoal ")), rank)
         return lambda step: trainer.step(step).loss
-    schedule = next(schedule for schedule, peer in PEERS.items() if f" {peer}," in name)
-    return torch_step(job(f"pp={CONTENDERS[name].ranks},schedule={schedule}"), rank)
+    ranks = CONTENDERS[name].ranks
+    schedule = next(schedule for schedule in PEERS if name in peers(schedule, ranks))
+    return torch_step(job(f"pp={ranks},schedule={schedule}"), rank, own_linear=name.endswith(OWN_LINEAR))
 
 
 def shoal_trainer(asked, rank):
@@ -77,18 +84,24 @@ def shoal_trainer(asked, rank):
     return Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, 0))
 
 
-def torch_step(asked, rank):
-    """A function that trains on step number n with torch's schedule and returns the mean loss."""
+def torch_step(asked, rank, own_linear):
+    """A function that trains on step number n with torch's schedule and returns the mean loss.
+
+    own_linear: torch's linear layers in place of shoal's.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed import pipelining
 
+    from shoal.kernels import linear
     from shoal.model.decoder import Decoder
     from shoal.model.init import initialise
     from shoal.plan.pieces import mesh_of, pieces_of
     from shoal.plan.stages import chunks_of, schedule_of
     from shoal.verify.trial import MadeUpBatches
 
+    if own_linear:
+        linear._ONEDNN = False
     plan, mesh = schedule_of(asked), mesh_of(asked)
     decoder = Decoder(asked.model, stages=chunks_of(asked, mesh, rank))
     initialise(decoder, asked.model, asked.train.seed, pieces_of(asked, rank))

@@ -1,8 +1,9 @@
 """A process that saves in a loop and is killed again and again: `python killed_saves.py FOLDER ROUNDS SEED [BREAK]`.
 
 Every round a forked writer goes on from the last good checkpoint and saves as fast as it can, telling by a pipe which save
-is done; its state after step n is n in every element. It is killed with SIGKILL at a random moment. After each round the
-parent looks at what lies in the folder, and says at the end what it saw, as JSON. BREAK: what makes the writer careless.
+is done; its state after step n is n in every element. It is killed with SIGKILL at a random moment; with ROUNDS = 0 before
+each of the calls in turn that bring files to the disk, give them their names and remove them. After each round the parent
+looks at what lies in the folder, and says at the end what it saw, as JSON. BREAK: what makes the writer careless.
 """
 
 import json
@@ -11,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from itertools import count, product
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from shoal.verify.trial import MadeUpBatches
 
 LONGEST = 0.06  # seconds of a round, from the first save on
 LAST = 10**7
+CALLS = ("fsync", "rename", "unlink", "rmdir")
 
 
 def main(root, rounds, seed, broken=""):
@@ -40,8 +43,9 @@ def main(root, rounds, seed, broken=""):
     checkpoints, peers = root / folder.CHECKPOINTS, Peers(trainer.world)
     seen = {"kills": 0, "completed": 0, "lost": 0, "torn": 0, "wrong": 0, "left_unfinished": 0}
     newest = 0
-    for _ in range(rounds):
-        reported = killed_writer(trainer, checkpoints, peers, random_.uniform(0, LONGEST), broken)
+    moments = [random_.uniform(0, LONGEST) for _ in range(rounds)] or list(product(CALLS, range(1, 9)))
+    for moment in moments:
+        reported = killed_writer(trainer, checkpoints, peers, moment, broken)
         seen["kills"] += 1
         newest = max(newest, reported)
         seen["torn"] += sum(map(is_torn, map(lambda step: path_of(checkpoints, step), steps(checkpoints))))
@@ -56,27 +60,45 @@ def main(root, rounds, seed, broken=""):
     print(json.dumps(seen))
 
 
-def killed_writer(trainer, checkpoints, peers, after, broken):
-    """Forks a writer and kills it; the last step that it reported as saved."""
+def killed_writer(trainer, checkpoints, peers, moment, broken):
+    """Forks a writer and kills it after so many seconds, or (call, n) before its n-th such call; the last step that it
+    reported as saved.
+    """
     reads, writes = os.pipe()
     writer = os.fork()
     if not writer:
         os.close(reads)
         try:
+            if isinstance(moment, tuple):
+                die_before(*moment)
             write(trainer, checkpoints, peers, writes, broken)
         finally:
             os._exit(1)
     os.close(writes)
     os.read(reads, 8)  # it has begun
-    time.sleep(after)
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
+    if not isinstance(moment, tuple):
+        time.sleep(moment)
+        os.kill(writer, signal.SIGKILL)
+    _, status = os.waitpid(writer, 0)
+    assert os.WIFSIGNALED(status), "the writer ended by itself"
     reported = b""
     while piece := os.read(reads, 1 << 16):
         reported += piece
     os.close(reads)
     whole = len(reported) // 8 * 8
     return int.from_bytes(reported[whole - 8 : whole], "little") if whole else 0
+
+
+def die_before(call, number):
+    """Makes this process kill itself before its call number `number` of that kind."""
+    real, calls = getattr(os, call), count(1)
+
+    def counted(*arguments, **named):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(os, call, counted)
 
 
 def write(trainer, checkpoints, peers, pipe, broken):

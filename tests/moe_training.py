@@ -62,7 +62,8 @@ def attention(model, weights, x):
     k, v = (each.repeat_interleave(a // g, 2) for each in (turned(k), v))
     scores = torch.einsum("bqhd,bkhd->bhqk", turned(q), k) / d**0.5
     scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(b, s, a * d) @ weights["attention.out.weight"].t()
+    y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    return y.reshape(b, s, a * d) @ weights["attention.out.weight"].t()
 
 
 def choices(moe, weights, x):

@@ -47,7 +47,8 @@ def qwen3(normalised=True):
         norm_topk_prob=normalised, mlp_only_layers=[0, 1],
     )  # fmt: skip
     moe = MoESpec(experts=16, top_k=4, expert_ffn=24, normalised=normalised, first_dense=2)
-    return ModelSpec(**SIZES, head_size=20, ffn=80, qk_norm=True, rope=ROPE, moe=moe), transformers.Qwen3MoeForCausalLM(config)
+    spec = ModelSpec(**SIZES, head_size=20, ffn=80, qk_norm=True, rope=ROPE, moe=moe)
+    return spec, transformers.Qwen3MoeForCausalLM(config)
 
 
 def qwen2():

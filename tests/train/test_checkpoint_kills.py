@@ -32,9 +32,12 @@ def test_200_kills_lose_no_completed_checkpoint_and_leave_none_torn(tmp_path):
     assert (seen["lost"], seen["torn"], seen["wrong"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("broken", ["in-place", "delete-in-place"])
-def test_kills_show_a_writer_or_a_deletion_without_a_hidden_folder(tmp_path, broken):
-    assert killed(tmp_path, 40, broken)["torn"] > 0
+@pytest.mark.parametrize("broken", [None, "in-place", "delete-in-place"])
+def test_a_kill_before_every_call_that_touches_the_disk(tmp_path, broken):
+    """It would show a writer, or a deletion, that does not use a hidden folder."""
+    seen = killed(tmp_path, 0, *filter(None, [broken]))
+    assert seen["kills"] == 32 and (seen["lost"], seen["wrong"]) == (0, 0)
+    assert (seen["torn"] > 0) == (broken is not None)
 
 
 def saving(out, asynchronous):

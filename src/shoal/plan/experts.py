@@ -146,9 +146,7 @@ def _moved(
     """Of tokens, in `calls` forwards of a layer that together send choices and rows [i, j]."""
     width, index = WIDTH[job.train.dtype], mesh.coordinate("ep", rank)
     weights = max(4, width) if job.layout.dedup else None
-    yield from cost.row_transfers(
-        choices, rows, job.model.hidden, width, index, weights, calls, layer, micro_batch
-    )
+    yield from cost.row_transfers(choices, rows, job.model.hidden, width, index, weights, calls, layer, micro_batch)
     if job.layout.dedup:
         yield cost.place_transfer(choices, index, calls, layer, micro_batch)
 

@@ -50,3 +50,14 @@ def disagreement(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> str
             if rest.any():
                 return f"{name}: its padding on rank {rank} is not zero"
     return None
+
+
+def strayed_buffer(buffers: Sequence[Held]) -> str | None:
+    """The first difference between ranks that keep the same buffer, as a line. buffers: whole ones, by rank."""
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, of_rank in enumerate(buffers):
+        for name, buffer in of_rank.items():
+            first, bits = seen.setdefault(name, (rank, buffer.tobytes()))
+            if buffer.tobytes() != bits:
+                return f"{name} differs between rank {first} and rank {rank}, which should hold the same bits"
+    return None

@@ -8,13 +8,13 @@ the plan at any size.
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +27,7 @@ from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch
 from shoal.train.trainer import Trainer
+from shoal.transfer import Transfer
 from shoal.verify.audit import MemoryRow, Row, audit, audit_memory
 from shoal.verify.flops import count
 from shoal.verify.measure import measured_step
@@ -36,14 +37,15 @@ from shoal.verify.measure import measured_step
 class Rehearsal:
     """What one rank's step sends, holds and computes, planned and rehearsed.
 
-    coordinates: the rank's, by axis. flops: by kind, (planned, rehearsed). most: bytes of all tensors at once, short-lived
-    ones included. seconds: that the rehearsal took.
+    coordinates: the rank's, by axis. transfers: as recorded; rows: of them against the plan. flops: by kind, (planned,
+    rehearsed). most: bytes of all tensors at once, short-lived ones included. seconds: that the rehearsal took.
     """
 
     layout: str
     world: int
     rank: int
     coordinates: Mapping[str, int]
+    transfers: Sequence[Transfer]
     rows: Sequence[Row]
     memory: Sequence[MemoryRow]
     flops: Mapping[str, tuple[int, int]]
@@ -95,14 +97,16 @@ def rehearse(job: Job, rank: int) -> Rehearsal:
         if job.layout.zero == 3:
             with world.ledger.off():
                 trainer.step(0)  # in which stage 3 learns what to fetch ahead
-        seen.begin()
+        seen.begin(trainer.model.parameters())
         held = measured_step(trainer, 0)
+    transfers = world.ledger.transfers()
     return Rehearsal(
         str(job.layout),
         mesh.world,
         rank,
         mesh.coordinates(rank),
-        audit([step_transfers(job, rank)], [world.ledger.transfers()]),
+        transfers,
+        audit([step_transfers(job, rank)], [transfers]),
         audit_memory(rank, memory(job, rank), held),
         {kind: (planned, seen.flops[kind]) for kind, planned in step_flops(job, rank).items()},
         seen.most,
@@ -150,10 +154,13 @@ class WithoutValues(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.now = self.most = 0
         self._sizes: dict[int, int] = {}  # of living storages, by address
+        self._resized: list[UntypedStorage] = []
 
-    def begin(self) -> None:
-        """Forgets what was computed so far, and what is no longer held."""
+    def begin(self, resized: Iterable[Tensor] = ()) -> None:
+        """Forgets what was computed so far, and what is no longer held. resized: tensors whose memory comes and goes."""
+        self._resized = [*{x.untyped_storage()._cdata: x.untyped_storage() for x in resized}.values()]
         self.flops.clear()
+        self._look_again()
         self.most = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,18 +173,24 @@ class WithoutValues(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(x, Tensor):
-                self._meet(x)
+                self._meet(x.untyped_storage())
+        if self.now > self.most:
+            self._look_again()
+            self.most = max(self.most, self.now)
         return result
 
-    def _meet(self, x: Tensor) -> None:
-        """Counts the storage of x, which may be new or may have been resized."""
-        storage = x.untyped_storage()
+    def _meet(self, storage: UntypedStorage) -> None:
+        """Counts a storage, which may be new or of another size than before."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key)
         self.now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.most = max(self.most, self.now)
+
+    def _look_again(self) -> None:
+        """Notices memory that was given back since."""
+        for storage in self._resized:
+            self._meet(storage)
 
     def _forget(self, key: int) -> None:
         self.now -= self._sizes.pop(key)

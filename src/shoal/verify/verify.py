@@ -20,7 +20,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 from shoal.spec.moe import MoESpec
 from shoal.transfer import Transfer
-from shoal.verify.assemble import disagreement, whole_record
+from shoal.verify.assemble import disagreement, strayed_buffer, whole_record
 from shoal.verify.audit import MemoryRow, Row, ScheduleRow, audit, audit_memory, audit_schedule
 from shoal.verify.compare import Error, compare
 from shoal.verify.delayed import delayed
@@ -201,6 +201,6 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     ]
     audited: list[Row | MemoryRow | ScheduleRow] = [*rows, *memory_rows, *schedule_rows]
     failures += [row.difference() for row in audited if not row.ok]
-    if strayed := disagreement([record.weights for record in records], pieces):
-        failures.append(strayed)
+    strayed = disagreement([record.weights for record in records], pieces)
+    failures += filter(None, [strayed, strayed_buffer([record.buffers for record in records])])
     return Verdict(layout, limit, errors, rows, memory_rows, unknown(job), schedule_rows, failures)
