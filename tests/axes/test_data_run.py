@@ -72,18 +72,18 @@ def order_of_events(rank, world, job):
     order = []
     here = World(Mesh.of(job.layout), rank, Ledger())
     trainer = Trainer(job, here, MadeUpBatches(job, rank))
-    leave, loss = trainer.states._leave, trainer.model.loss
+    leave, run = trainer.states._leave, trainer.model.run
     passes = iter(range(99))
 
     def watched_leave(bucket):
         order.append("all_reduce")
         leave(bucket)
 
-    def watched_loss(*arguments, **options):
+    def watched_run(*arguments, **options):
         order.append(f"micro-batch {next(passes)}")
-        return loss(*arguments, **options)
+        return run(*arguments, **options)
 
-    trainer.states._leave, trainer.model.loss = watched_leave, watched_loss
+    trainer.states._leave, trainer.model.run = watched_leave, watched_run
     trainer.model.embedding.weight.register_post_accumulate_grad_hook(
         lambda _: order.append("embedding gradient ready")
     )
