@@ -201,7 +201,7 @@ def test_a_full_disk_is_one_line(tmp_path, corpus, writes, monkeypatch, capsys):
 
     words = ["--train.offload", "disk"] if writes == "states" else []
     if writes == "weights":
-        monkeypatch.setattr("shoal.train.loop.save_file", refuse)
+        monkeypatch.setattr("shoal.train.weights.save_file", refuse)
     elif writes == "metrics":
         monkeypatch.setattr("shoal.train.metrics.MetricsWriter.write", refuse)
     else:
