@@ -145,15 +145,20 @@ def test_the_cases_cover_what_there_is():
     }
 
 
-def evaluated(rank, world, job, count):
-    """(loss, transfers) of an evaluation of `count` micro-batches on each data rank, with the weights of the start."""
+COUNTS = (1, 3, 8)  # micro-batches of an evaluation
+
+
+def evaluated(rank, world, job):
+    """(loss, transfers) of evaluations of so many micro-batches on each data rank, with the weights of the start."""
     mesh = mesh_of(job)
     here = World(mesh, rank, Ledger())
     batches = MadeUpBatches(job, mesh.coordinate("dp", rank))
-    loss = Trainer(job, here, batches).evaluate(first_of(batches, count))
-    transfers = here.ledger.transfers()
+    this, found = Trainer(job, here, batches), []
+    for count in COUNTS:
+        here.ledger.clear()
+        found.append((this.evaluate(first_of(batches, count)), here.ledger.transfers()))
     here.close()
-    return loss, transfers
+    return found
 
 
 def first_of(batches, count):
@@ -161,7 +166,21 @@ def first_of(batches, count):
     return [micro_batch for step in range(count) for micro_batch in batches.batch(step)][:count]
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+def mean_loss(job, count):
+    """The same evaluation by one process: without dropout, over the valid tokens of all data ranks."""
+    alone = Decoder(job.model, torch.float64)
+    initialise(alone, job.model, job.train.seed)
+    total = valid = 0
+    for data_rank in range(job.layout.dp):
+        for micro_batch in first_of(MadeUpBatches(job, data_rank), count):
+            tokens, targets = torch.from_numpy(micro_batch.tokens), torch.from_numpy(micro_batch.targets)
+            with torch.no_grad():
+                logits = alone(tokens).flatten(0, 1)
+            total += float(F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum"))
+            valid += int((targets >= 0).sum())
+    return total / valid
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -172,24 +191,15 @@ def first_of(batches, count):
         ("untied", "pp=2,schedule=dualpipe-v,micro_batches=4,tp=2x2"),
     ],
 )
-def test_evaluation_of_any_length_is_that_of_one_process_as_planned(pool, model, layout, count):
-    """Without dropout, over the valid tokens of all data ranks, whatever the number of micro-batches in a step."""
+def test_evaluation_of_any_length_is_that_of_one_process_as_planned(pool, model, layout):
+    """Whatever the number of micro-batches in a training step."""
     this = asked(model, layout)
-    results = pool.run(evaluated, this.layout.world, this, count)
-    alone = Decoder(this.model, torch.float64)
-    initialise(alone, this.model, this.train.seed)
-    total = valid = 0
-    for data_rank in range(this.layout.dp):
-        for micro_batch in first_of(MadeUpBatches(this, data_rank), count):
-            tokens, targets = torch.from_numpy(micro_batch.tokens), torch.from_numpy(micro_batch.targets)
-            with torch.no_grad():
-                logits = alone(tokens).flatten(0, 1)
-            total += float(F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum"))
-            valid += int((targets >= 0).sum())
-    assert len({loss for loss, _ in results}) == 1
-    assert results[0][0] == pytest.approx(total / valid, rel=1e-12)
-    planned = [evaluation_transfers(this, rank, count) for rank in range(this.layout.world)]
-    assert [row.difference() for row in audit(planned, [moved for _, moved in results]) if not row.ok] == []
+    results = pool.run(evaluated, this.layout.world, this)
+    for place, count in enumerate(COUNTS):
+        losses, moved = zip(*(found[place] for found in results), strict=True)
+        assert len(set(losses)) == 1 and losses[0] == pytest.approx(mean_loss(this, count), rel=1e-12)
+        planned = [evaluation_transfers(this, rank, count) for rank in range(this.layout.world)]
+        assert [row.difference() for row in audit(planned, moved) if not row.ok] == []
 
 
 def boundary(records):
