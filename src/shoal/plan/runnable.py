@@ -16,6 +16,7 @@ def refuse_idle(layout: Layout) -> None:
         ("regather", layout.regather and not layout.sp, "has no cut sequence to gather again; sp,regather would do"),
         ("reshard", layout.reshard != "always" and layout.zero < 3, "has no weights to free; zero=3 would do"),
         ("zero1", layout.zero1 != "rs+ag" and layout.zero != 1, "is about zero=1, which would do"),
+        ("schedule", layout.schedule != "1f1b" and layout.pp == 1, "has no stages to order; pp=2 would do"),
         ("stages", layout.stages and layout.pp == 1, "has no pipeline to cut layers for; pp=2 would do"),
         ("v", layout.v > 1 and layout.pp == 1, "has no stages to cut into chunks; pp=2 would do"),
         ("dedup", layout.dedup and layout.ep == 1, "has no expert ranks to send tokens to; ep=2,dedup would do"),

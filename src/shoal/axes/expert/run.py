@@ -103,7 +103,6 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec.experts // ep, -(-spec.expert_ffn // etp), hidden)
         self.shared = SharedExperts(-(-spec.shared_width // etp), hidden) if spec.shared_width else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if spec.shared_gate else None
-        self.counting = True  # switch off where a forward runs a second time
         self.chosen: Tensor | None = None  # (E + 1,) int64: see _count
         self.auxiliary: Tensor | None = None  # sum of the auxiliary losses in this step
         self.sent: dict[str, Tensor] = {}  # see _note
@@ -128,7 +127,7 @@ class MixtureOfExperts(nn.Module):
         experts = routing.experts
         if spec.capacity:
             experts = within_capacity(experts, spec, b, order, ranks.same_scope)
-        if self.counting and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # once, also where backward computes a block again: then the first time has none
             self._count(routing.experts, experts, auxiliary)
 
         whole = self._enter(x)
@@ -173,8 +172,7 @@ class MixtureOfExperts(nn.Module):
         """
         ep = self.ranks.ep
         looking = ep.ledger.place.phase == "evaluate"
-        training = self.counting and torch.is_grad_enabled()
-        if ep.size == 1 or not ep.ledger.enabled or not (looking or training):
+        if ep.size == 1 or not ep.ledger.enabled or not (looking or torch.is_grad_enabled()):
             return
         token, place = torch.nonzero(experts >= 0, as_tuple=True)
         to = experts[token, place].long() // (self.spec.experts // ep.size)
