@@ -1,6 +1,7 @@
 """What a rank of the pool does: wait for an order, join the group, call the function, answer, wait to be let go."""
 
 import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -38,6 +39,7 @@ class Failure:
 
 def serve(pipe: Connection, stack: str) -> None:
     """A worker's life: one order after the other until the pipe is closed. stack: the file for where-am-I dumps."""
+    gc.freeze()  # what was loaded before is no garbage, so that looking for some is quick
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with open(stack, "w") as dump:
@@ -80,10 +82,12 @@ def _carry_out(order: Order) -> bytes | Failure:
 
 
 def _leave_group() -> None:
+    """Ends the order's process group; what still refers to it goes too, since its threads run until then."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def _leave_with_parent() -> None:
