@@ -251,7 +251,9 @@ def test_a_stopped_tokenize_leaves_nothing(tmp_path):
 
 def test_a_killed_rank_ends_the_run_with_its_number(tmp_path, corpus):
     process, _ = running(tmp_path, corpus, "--layout", "dp=2")
-    listed = subprocess.run(["ps", "-ww", "-o", "pid=,ppid=,args=", "-s", str(process.pid)], capture_output=True, text=True)
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,ppid=,args=", "-s", str(process.pid)], capture_output=True, text=True
+    )
     forked = [line.split(maxsplit=2) for line in listed.stdout.splitlines() if "forkserver" in line]
     ranks = [int(number) for number, parent, _ in forked if int(parent) != process.pid]
     assert len(ranks) == 2

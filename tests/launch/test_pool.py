@@ -134,8 +134,8 @@ def test_arguments_that_cannot_travel_leave_the_pool_as_it_was(pool):
 
 
 def test_too_many_ranks_are_refused(pool):
-    with pytest.raises(AssertionError, match="9 ranks were asked of a pool of 8"):
-        pool.run(process, 9)
+    with pytest.raises(AssertionError, match="10 ranks were asked of a pool of 9"):
+        pool.run(process, 10)
 
 
 SCRIPT = """

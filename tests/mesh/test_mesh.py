@@ -194,7 +194,10 @@ def test_axes_that_overlap_have_no_group():
     [
         (lambda: GOLDEN.coordinates(16), "rank = 16 is not in a mesh of 16; 0 to 15 would do"),
         (lambda: GOLDEN.group("dp", -1), "rank = -1 is not in a mesh of 16; 0 to 15 would do"),
-        (lambda: GOLDEN.group("pd", 0), "axis pd is not one of tp, cp, dp, pp, shard, replicate, ep, edp, etp, row, column, kv,"),
+        (
+            lambda: GOLDEN.group("pd", 0),
+            "axis pd is not one of tp, cp, dp, pp, shard, replicate, ep, edp, etp, row, column, kv,",
+        ),
         (lambda: GOLDEN.rank({"tp": 0, "dp": 2}), "coordinates tp=0, dp=2 are not in this mesh; 0 to 1 along dp"),
         (lambda: GOLDEN.rank({"tp": 0, "dp": 1}), "coordinates tp=0, dp=1 are not in this mesh; 0 to 3 along pp"),
         (lambda: GOLDEN.rank({"tp": 0, "dp": 1, "pp": 0, "x": 0}), "coordinates tp=0, dp=1, pp=0, x=0 are not in this"),

@@ -55,7 +55,10 @@ def test_a_tensor_grid_is_square_and_counts_all_its_ranks():
         ("dp=4,tp=2,ep=3", "layout.ep = 3 does not divide dp x cp x tp = 8; 1, 2, 4 or 8 would"),
         ("dp=4,tp=2,etp=2,ep=8", "layout.ep = 8 does not divide dp x cp = 4; 1, 2 or 4 would"),
         ("tp=4,etp=2", "layout.etp = 2 is neither 1 nor tp = 4; 1 or 4 would do"),
-        ("cp=4,ulysses=2,cp_kind=ring", "layout.ulysses = 2 needs cp_kind=hybrid, not ring; layout.ulysses = 1 would do"),
+        (
+            "cp=4,ulysses=2,cp_kind=ring",
+            "layout.ulysses = 2 needs cp_kind=hybrid, not ring; layout.ulysses = 1 would do",
+        ),
         ("pp=2,order=tp-dp", "layout.order = tp-dp leaves out pp = 2; tp-dp-pp would do"),
         ("order=tp-tp", "layout.order = tp-tp names tp twice; tp-cp-ep-dp-pp would do"),
         ("order=tp-xp", "layout.order = xp is not one of tp, cp, ep, dp, pp; did you mean tp?"),

@@ -79,7 +79,9 @@ def show(verdict, console: Console) -> None:
         console.print(f"not compared: {category}; {why}", highlight=False, soft_wrap=True)
     for failure in verdict.failures:
         console.print(f"differs: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
-    console.print("ok: the same numbers, the planned bytes, the planned memory" if verdict.ok else "NOT ok", style="bold")
+    console.print(
+        "ok: the same numbers, the planned bytes, the planned memory" if verdict.ok else "NOT ok", style="bold"
+    )
 
 
 def _steps(arguments: argparse.Namespace) -> int:

@@ -157,7 +157,9 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _count(self, chosen: Tensor, used: Tensor, auxiliary: Tensor) -> None:
-        """Adds to `chosen` (E + 1,): how often each expert was chosen in this step, and last how often in vain."""
+        """Adds to `chosen` (E + 1,): how often each expert was chosen in this step, and last how often in vain; and to
+        `auxiliary`.
+        """
         counts = F.pad(torch.bincount(chosen.flatten(), minlength=self.spec.experts), (0, 1))
         counts[-1] = (used == DROPPED).sum()
         self.chosen = counts if self.chosen is None else self.chosen + counts
