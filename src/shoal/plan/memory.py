@@ -40,8 +40,9 @@ def memory(job: Job, rank: int) -> dict[str, int]:
     for store in stores_of(job, rank):
         found.update(zero.resting_bytes(store.parts, store.cut, store.shard))
         if store.cut.stage > 1 and "buckets" not in without:
-            together = zero.peak_bytes(store.parts, store.cut) if job.layout.pp == 1 else _pipelined(job, rank, store)
-            found.update(together)
+            # Where weights are updated in between, no two backwards of a rank overlap.
+            overlap = job.layout.pp > 1 and schedule_of(job).versions == "flush"
+            found.update(_pipelined(job, rank, store) if overlap else zero.peak_bytes(store.parts, store.cut))
     if job.layout.pp > 1:
         copies = max(live_versions(schedule_of(job), Place(mesh_of(job).coordinate("pp", rank), 0))) - 1
         found["versions"] = copies * found["weights"]
