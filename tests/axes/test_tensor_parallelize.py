@@ -418,6 +418,17 @@ def test_what_cannot_be_cut_is_refused_in_one_line_and_nothing_changes(make, sty
     assert not any(parameter._backward_hooks for parameter in module.parameters())
 
 
+def test_a_block_that_reads_weights_past_its_layers_is_refused():
+    """In eval() torch's encoder layer computes from linear1.weight and linear2.weight itself: a sum would be missing."""
+    block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    before = dict(block.named_modules())
+    with pytest.raises(
+        RequestError, match=r"linear1 = \"column\": nn.TransformerEncoderLayer reads its layers' weights"
+    ):
+        parallelize(block, {"linear1": "column", "linear2": "row"}, World.single().group("tp"))
+    assert dict(block.named_modules()) == before
+
+
 def test_more_ranks_than_kv_heads_are_refused():
     """Their features would divide, half a head each."""
     kind, options, styles, units = CASES[GROUPED]

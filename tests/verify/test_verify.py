@@ -72,3 +72,44 @@ def test_every_preset_shrinks_to_a_model_of_its_kind(name):
     assert all(getattr(small, field) == getattr(whole, field) for field in kept)
     assert (small.kv_heads < small.heads) == (whole.kv_heads < whole.heads)
     assert bool(small.window) == bool(whole.window)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--layout", "tp=3", "--model.heads", "4"], "layout.tp = 3 does not cut the model's 4 heads"),
+        (["--layout", "tp=8", "--model", "tiny"], "layout.tp = 8 does not cut the model's 4 heads"),
+        (
+            ["--layout", "tp=3x3", "--model.heads", "9", "--model.kv_heads", "9", "--model.head_size", "8"],
+            "9 heads, 9 KV heads and hidden 64 evenly",
+        ),
+        (["--layout", "tp=2,sp", "--data.sequence", "33"], "data.sequence = 33 does not divide into the 2 parts"),
+        (["--layout", "tp=2x2", "--train.batch", "3"], "train.batch = 3 gives micro-batches of 3 sequences"),
+        (["--layout", "pp=4", "--model.layers", "3"], "layout.pp = 4 wants 4 layers, the model has 3"),
+        (
+            ["--layout", "dp=2", "--dtype", "bfloat16"],
+            "train.dtype = bfloat16: shoal verify tells rounding from faults in",
+        ),
+        (["--layout", "dp=65"], "layout = dp=65 has 65 ranks, more than the 64 processes"),
+        (["--layout", "tp=100000x100000"], "has 10,000,000,000 ranks, more than the 64 processes"),
+        (["--layout", "dp=2", "--as-is", "--train.batch", "3"], "train.batch = 3 does not divide over dp = 2"),
+    ],
+)
+def test_what_train_would_refuse_is_not_called_ok(words, line, capsys):
+    """Sizes that a person gave count, though small ones are what runs."""
+    assert main(["verify", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and line in error
+
+
+def test_sizes_that_nobody_gave_are_made_to_fit(capsys):
+    assert main(["verify", "--layout", "tp=3", "--model.tied", "--steps", "1"]) == 0
+    assert "tp=3 on small tiny: 2 layers, hidden 48, 6 heads" in capsys.readouterr().out
+
+
+def test_a_job_as_it_is_runs_with_its_own_odd_sizes(capsys):
+    words = ["--layout", "tp=2,sp", "--as-is", "--model.layers", "3", "--model.ffn", "51", "--model.vocab", "259"]
+    assert main(["verify", *words, "--data.sequence", "10", "--train.batch", "2", "--steps", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] and document["ran"].endswith("ffn 51, vocabulary 259; 2 x 10 tokens, float64")
+    assert document["ran"].startswith("tiny: 3 layers, hidden 64, 4 heads, 2 KV heads")

@@ -97,6 +97,15 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
     return job_from_tree(tree)
 
 
+def given_fields(arguments: argparse.Namespace) -> set[str]:
+    """The dotted names of the fields that a person gave, by file or option; a preset counts as model.preset."""
+    given = vars(arguments)
+    file = read_toml(given["job"]) if given.get("job") else {}
+    names = {f"{section}.{field}" for section, fields in file.items() if isinstance(fields, dict) for field in fields}
+    names |= {SHORT.get(name, name) for name, value in given.items() if value is not None}
+    return names | ({"model.preset"} if given.get("model") else set())
+
+
 def _expert_ranks(layout: Any) -> bool:
     """Whether a tree of layout's fields, text or typed, asks for more than one."""
     ranks = str(layout.get("ep", 1)).strip() if isinstance(layout, dict) else "1"

@@ -6,7 +6,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.options import add_job_options, print_json, read_job
+from shoal.cli.options import add_job_options, given_fields, print_json, read_job
 from shoal.cli.train import BASE as TRAIN_BASE
 from shoal.plan.runnable import refuse_idle, refuse_updates
 from shoal.plan.stages import check_pipeline
@@ -14,11 +14,17 @@ from shoal.spec.errors import RequestError
 from shoal.spec.toml import job_toml
 
 STEPS = 3
+MOST_RANKS = 64  # processes that a machine is asked to start for a look
 BASE = {"model": {"preset": "tiny"}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
+    parser.add_argument(
+        "--as-is",
+        action="store_true",
+        help="run the job's own model, sequence and batch, not small ones of the same kind",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,12 +39,33 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(
             "machine.device", "machine.device = cuda: shoal verify computes on the CPU; auto or cpu would do"
         )
+    given = given_fields(arguments)
+    if "train.dtype" in given and job.train.dtype != "float64":
+        raise RequestError(
+            "train.dtype",
+            f"train.dtype = {job.train.dtype}: shoal verify tells rounding from faults in float64 alone; float64 would do",
+        )
+    if job.layout.world > MOST_RANKS:
+        raise RequestError(
+            "layout",
+            f"layout = {job.layout} has {job.layout.world:,} ranks, more than the {MOST_RANKS} processes that shoal verify "
+            "starts; a layout of the same kind with fewer would do, or shoal train --dry-run",
+        )
     if arguments.dump_config:
         print(job_toml(job), end="")
         return 0
-    from shoal.verify.verify import small_job, verify  # torch comes with it; what was wrong above answers at once
+    if arguments.as_is:
+        job.check()
+    from shoal.verify.verify import (  # torch comes with it; what was wrong above answers at once
+        as_it_is,
+        check_given,
+        small_job,
+        verify,
+    )
 
-    verdict = verify(small_job(job), steps)
+    small = as_it_is(job) if arguments.as_is else small_job(job)
+    check_given(job, small, given)
+    verdict = verify(small, steps)
     show(verdict, Console(file=sys.stderr if arguments.json else sys.stdout))
     if arguments.json:
         print_json(verdict.as_dict())
@@ -47,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(verdict, console: Console) -> None:
     """The verdict as one table and a closing line."""
+    console.print(f"{verdict.layout} on {verdict.what}", highlight=False, soft_wrap=True)
     table = Table(title=f"{verdict.layout} against one process", caption="bytes sent, all ranks together")
     table.add_column("what")
     for column in ("planned", "measured", "calls"):

@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -28,16 +29,20 @@ from shoal.verify.trial import trial
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}  # design, idea 4; bfloat16 keeps 8 bits
 
+HEADS = ("hidden", "heads", "kv_heads", "head_size")  # sizes of a model that tensor and context ranks cut
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well.
 
+    job: what was run, not what it was made from.
+
     memory: by rank and category, of one more step in which every target counts; uncounted: categories that have no closed
     form for this job, and why. schedule: by rank of a pipeline, what was executed.
     """
 
-    layout: Layout
+    job: Job
     limit: float  # the largest relative error allowed
     errors: dict[str, Error]
     rows: list[Row]
@@ -50,10 +55,25 @@ class Verdict:
     def ok(self) -> bool:
         return not self.failures
 
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    @property
+    def what(self) -> str:
+        """The model and the batch that were run, in words."""
+        model, train = self.job.model, self.job.train
+        experts = f", {model.moe.experts} experts" if model.moe else ""
+        return (
+            f"{model.name}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, {model.kv_heads} KV heads, "
+            f"ffn {model.ffn}, vocabulary {model.vocab}{experts}; {train.batch} x {self.job.data.sequence} tokens, {train.dtype}"
+        )
+
     def as_dict(self) -> dict:
         """The document of `shoal verify --json`."""
         return {
             "ok": self.ok,
+            "ran": self.what,
             "layout": str(self.layout),
             "world": self.layout.world,
             "max_rel_err": {
@@ -93,6 +113,28 @@ def small_job(job: Job) -> Job:
     )
     check_fit(small.model, layout, small.sequence, batch, small.sequence - sequence)
     return small
+
+
+def as_it_is(job: Job) -> Job:
+    """The job with its own model, sequence and batch, in float64 and from its first step on at full learning rate."""
+    train = replace(job.train, dtype="float64", reduce_dtype="same", warmup=0)
+    return replace(job, train=replace(train, clip=0.0) if updates_between(job.layout) else train)
+
+
+def check_given(job: Job, small: Job, given: AbstractSet[str]) -> None:
+    """Raises RequestError where a size that a person gave, by its field's name, does not fit the layout.
+
+    What runs is `small`, which always fits; so that its success says nothing of a job that `shoal train` would refuse.
+    """
+    model = small.model
+    if "model.preset" in given or not given.isdisjoint(f"model.{size}" for size in HEADS):
+        model = replace(model, **{size: getattr(job.model, size) for size in HEADS})
+    if not given.isdisjoint(("model.preset", "model.layers")):
+        model = replace(model, layers=job.model.layers)
+    chosen = job if "data.sequence" in given else small
+    batch = (job if "train.batch" in given else small).train.batch
+    model = replace(model, positions_max=max(model.positions_max, chosen.data.sequence))
+    check_fit(model, job.layout, chosen.sequence, batch, chosen.sequence - chosen.data.sequence)
 
 
 def shrink(model: ModelSpec, layout: Layout) -> ModelSpec:
@@ -203,4 +245,4 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     failures += [row.difference() for row in audited if not row.ok]
     strayed = disagreement([record.weights for record in records], pieces)
     failures += filter(None, [strayed, strayed_buffer([record.buffers for record in records])])
-    return Verdict(layout, limit, errors, rows, memory_rows, unknown(job), schedule_rows, failures)
+    return Verdict(job, limit, errors, rows, memory_rows, unknown(job), schedule_rows, failures)

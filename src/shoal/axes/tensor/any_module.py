@@ -83,8 +83,9 @@ def parallelize(
 
     Every rank calls this with the same weights. Parameters stay the same objects, and tied where they are, but those that
     are cut are smaller and without a gradient. A module on the "meta" device can be cut before it has memory. Code
-    between a column and a row layer must take what comes, such as view(b, s, -1, head_size); a layer that computes q, k
-    and v at once cannot be cut like this, as its parts would mix. Inputs have two dims or more.
+    between a column and a row layer must take what comes, such as view(b, s, -1, head_size), and must call its layers, not
+    read their weights; a layer that computes q, k and v at once cannot be cut like this, as its parts would mix. Inputs
+    have two dims or more.
 
     Raises RequestError, before anything is changed, for: a pattern that matches nothing, an unknown style, a module that
     the style cannot cut, two styles for one module, a size that does not divide, a tied parameter not cut alike.
@@ -94,6 +95,7 @@ def parallelize(
     together = _matched(layers, units or {}, "units")
     for layer, style in chosen.items():
         _check_kind(layers[layer][0], layer, style)
+        _check_owners(module, layers[layer], style)
         _check_size(layers[layer][0], layer, style, together.get(layer, 1), group.size)
     pieces = _pieces(module, layers, chosen, group)
     for name, parameter in module.named_parameters():
@@ -170,6 +172,18 @@ def _check_kind(name: str, layer: nn.Module, style: str) -> None:
                 raise refuse(f"a cut embedding knows no {option} = {getattr(layer, option)}", f"{option} = {off}")
     if any(getattr(layer, hooks) for hooks in HOOKS):
         raise refuse("it has hooks, which would be lost", "hooks that are registered afterwards")
+
+
+def _check_owners(module: nn.Module, names: list[str], style: str) -> None:
+    """Raises RequestError for a layer whose owner, in eval(), reads the weights instead of calling the layer."""
+    for name in names:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.TransformerEncoderLayer):
+            raise RequestError(
+                name,
+                f'{name} = "{style}": nn.TransformerEncoderLayer reads its layers\' weights in eval(), past their sums over '
+                "ranks; a block that calls its layers would do",
+            )
 
 
 def _check_size(name: str, layer: nn.Module, style: str, together: int, ranks: int) -> None:
