@@ -17,6 +17,7 @@ from collections import defaultdict
 from unittest.mock import patch
 
 from harness import Contender, main
+from training import adamw, job_of, trainer_of
 
 SEQUENCE = 4096
 PLAIN, ALONE = "plain torch, one process", "shoal, one process"
@@ -38,32 +39,17 @@ def contenders(sequence, torch_runs):
 
 
 def job(layout, sequence):
-    from shoal.spec.job import DataSpec, Job, TrainSpec
-    from shoal.spec.layout import Layout
-    from shoal.spec.machine import Machine
     from shoal.spec.model import ModelSpec
 
     model = ModelSpec(layers=2, hidden=128, heads=4, vocab=257, positions_max=sequence)
-    train = TrainSpec(batch=1, warmup=0, schedule="constant", clip=0.0)
-    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=sequence), train)
+    return job_of(model, layout, sequence, batch=1)
 
 
 def stepper(name, rank, options):
     if name.startswith("shoal"):
-        trainer = shoal_trainer("" if name == ALONE else name.removeprefix("shoal "), rank, options.sequence)
+        trainer = trainer_of(job("" if name == ALONE else name.removeprefix("shoal "), options.sequence), rank)
         return lambda step: trainer.step(step).loss
     return plain(name, rank, job("", options.sequence))
-
-
-def shoal_trainer(layout, rank, sequence):
-    from shoal.comm.ledger import Ledger
-    from shoal.comm.world import World
-    from shoal.plan.pieces import mesh_of
-    from shoal.train.trainer import Trainer
-    from shoal.verify.trial import MadeUpBatches
-
-    asked = job(layout, sequence)
-    return Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, 0))
 
 
 def plain(name, rank, asked):
@@ -88,18 +74,7 @@ def plain(name, rank, asked):
     if name.startswith(GATHER):
         model.cos, model.sin = model.cos[share], model.sin[share]
         attention = gathered(share, sequence, name.startswith(PREFIX))
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=asked.train.learning_rate,
-        betas=(asked.train.beta1, asked.train.beta2),
-        eps=asked.train.eps,
-        weight_decay=asked.train.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(model, asked.train)
     batches = MadeUpBatches(asked, 0)
 
     def step(number):
@@ -116,7 +91,7 @@ def plain(name, rank, asked):
             loss.backward()
         loss = loss.detach()
         if ranks > 1:
-            gradients = [p.grad for p in parameters]
+            gradients = [p.grad for p in model.parameters()]
             flat = torch._utils._flatten_dense_tensors([*gradients, loss[None]])
             dist.all_reduce(flat)
             *summed, loss = torch._utils._unflatten_dense_tensors(flat, [*gradients, loss[None]])

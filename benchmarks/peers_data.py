@@ -6,6 +6,7 @@ Every contender trains the same decoder (shoal's) in the same dtype on the same 
 """
 
 from harness import Contender, main
+from training import adamw, job_of, trainer_of
 
 RANKS = 2
 SEQUENCE, BATCH = 256, 8  # of both ranks together
@@ -27,28 +28,18 @@ CONTENDERS = {
 
 
 def job(dtype, layout):
-    from shoal.spec.job import DataSpec, Job, TrainSpec
-    from shoal.spec.layout import Layout
-    from shoal.spec.machine import Machine
     from shoal.spec.model import ModelSpec
 
     model = ModelSpec(layers=6, hidden=256, heads=4, vocab=257)
-    train = TrainSpec(batch=BATCH, dtype=dtype, warmup=0, schedule="constant", clip=0.0)
-    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=SEQUENCE), train)
+    return job_of(model, layout, SEQUENCE, BATCH, dtype=dtype)
 
 
 def stepper(name, rank, options):
     """A function that trains on step number n and returns the loss of this rank's part."""
-    from shoal.comm.ledger import Ledger
-    from shoal.comm.world import World
-    from shoal.mesh import Mesh
-    from shoal.train.trainer import Trainer
-    from shoal.verify.trial import MadeUpBatches
-
     if name.startswith("shoal"):
         layout = "dp=2" if name == "shoal dp=2" else f"dp=2,{name.removeprefix('shoal ')}"
         asked = job(options.dtype, layout)
-        trainer = Trainer(asked, World(Mesh.of(asked.layout), rank, Ledger()), MadeUpBatches(asked, rank))
+        trainer = trainer_of(asked, rank)
         return lambda step: trainer.step(step).loss
     return peer(name, rank, job(options.dtype, "dp=2"))
 
@@ -84,22 +75,11 @@ def peer(name, rank, asked):
         model = fully_shard(whole, mesh=mesh, reshard_after_forward=again)
     else:
         model = DistributedDataParallel(whole, gradient_as_bucket_view=True)
-    options = {
-        "lr": asked.train.learning_rate,
-        "betas": (asked.train.beta1, asked.train.beta2),
-        "eps": asked.train.eps,
-        "weight_decay": asked.train.weight_decay,
-        "fused": True,
-    }
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1]},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
     if "Redundancy" in name:
-        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **options)
+        whole_states = {"optimizer": ZeroRedundancyOptimizer, "optimizer_class": torch.optim.AdamW}
+        optimizer = adamw(model, asked.train, **whole_states, parameters_as_bucket_view=True)
     else:
-        optimizer = torch.optim.AdamW(groups, **options)
+        optimizer = adamw(model, asked.train)
     batches = MadeUpBatches(asked, rank)
 
     def step(number):

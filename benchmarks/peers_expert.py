@@ -9,6 +9,7 @@ AdamW, without auxiliary losses and without drops.
 """
 
 from harness import Contender, main
+from training import adamw, job_of, trainer_of
 
 RANKS, SEQUENCE, BATCH = 2, 256, 8
 TOKENS = SEQUENCE * BATCH
@@ -23,28 +24,18 @@ CONTENDERS = {
 
 
 def job(layout, options):
-    from shoal.spec.job import DataSpec, Job, TrainSpec
-    from shoal.spec.layout import Layout
-    from shoal.spec.machine import Machine
     from shoal.spec.model import ModelSpec
     from shoal.spec.moe import MoESpec
 
     moe = MoESpec(experts=options.experts, top_k=options.top_k, expert_ffn=options.ffn, normalised=options.top_k > 1)
     model = ModelSpec(layers=4, hidden=256, heads=4, vocab=257, moe=moe)
-    train = TrainSpec(batch=BATCH, warmup=0, schedule="constant", clip=0.0)
-    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=SEQUENCE), train)
+    return job_of(model, layout, SEQUENCE, BATCH)
 
 
 def stepper(name, rank, options):
-    from shoal.comm.ledger import Ledger
-    from shoal.comm.world import World
-    from shoal.plan.pieces import mesh_of
-    from shoal.train.trainer import Trainer
-    from shoal.verify.trial import MadeUpBatches
-
     if name.startswith("shoal"):
         asked = job(name.removeprefix("shoal "), options)
-        trainer = Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, rank))
+        trainer = trainer_of(asked, rank)
         return lambda step: trainer.step(step).loss
     return peer(rank, job("dp=2", options), apart=name == PEER)
 
@@ -134,18 +125,7 @@ def peer(rank, asked, apart):
         ignored = [name for name, parameter in model.named_parameters() if id(parameter) in names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=asked.train.learning_rate,
-        betas=(asked.train.beta1, asked.train.beta2),
-        eps=asked.train.eps,
-        weight_decay=asked.train.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(model, asked.train)
     batches = MadeUpBatches(asked, rank)
 
     def step(number):

@@ -20,6 +20,7 @@ import statistics
 import sys
 
 from harness import WARM_UP, Contender, main
+from training import adamw, job_of, trainer_of
 
 SEQUENCE, BATCH, MICRO_BATCHES, LAYERS = 256, 8, 8, 8
 RANKS = (2, 4)
@@ -54,34 +55,19 @@ CONTENDERS = {
 
 
 def job(layout):
-    from shoal.spec.job import DataSpec, Job, TrainSpec
-    from shoal.spec.layout import Layout
-    from shoal.spec.machine import Machine
     from shoal.spec.model import ModelSpec
 
     model = ModelSpec(layers=LAYERS, hidden=256, heads=4, vocab=257)
-    train = TrainSpec(batch=BATCH, warmup=0, schedule="constant", clip=0.0)
-    layout = Layout.parse(f"{layout},micro_batches={MICRO_BATCHES}")
-    return Job(model, layout, Machine(), DataSpec(sequence=SEQUENCE), train)
+    return job_of(model, f"{layout},micro_batches={MICRO_BATCHES}", SEQUENCE, BATCH)
 
 
 def stepper(name, rank, options):
     if name.startswith("shoal"):
-        trainer = shoal_trainer(job(name.removeprefix("shoal ")), rank)
+        trainer = trainer_of(job(name.removeprefix("shoal ")), rank)
         return lambda step: trainer.step(step).loss
     ranks = CONTENDERS[name].ranks
     schedule = next(schedule for schedule in PEERS if name in peers(schedule, ranks))
     return torch_step(job(f"pp={ranks},schedule={schedule}"), rank, own_linear=name.endswith(OWN_LINEAR))
-
-
-def shoal_trainer(asked, rank):
-    from shoal.comm.ledger import Ledger
-    from shoal.comm.world import World
-    from shoal.plan.pieces import mesh_of
-    from shoal.train.trainer import Trainer
-    from shoal.verify.trial import MadeUpBatches
-
-    return Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, 0))
 
 
 def torch_step(asked, rank, own_linear):
@@ -123,18 +109,7 @@ def torch_step(asked, rank, own_linear):
     make = getattr(pipelining, PEERS[asked.layout.schedule])
     several = asked.layout.schedule in ("interleaved", "zb-h1")
     schedule = make(stages if several else stages[0], MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
-    parameters = list(decoder.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=asked.train.learning_rate,
-        betas=(asked.train.beta1, asked.train.beta2),
-        eps=asked.train.eps,
-        weight_decay=asked.train.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(decoder, asked.train)
     batches = MadeUpBatches(asked, 0)
     first, last = (any(getattr(stage, end) for stage in decoder.stages) for end in ("first", "last"))
 
@@ -187,7 +162,7 @@ def timed(rank, ranks, schedule, rounds):
     import torch
 
     torch.set_num_threads(1)
-    trainer = shoal_trainer(job(f"pp={ranks},schedule={schedule}"), rank)
+    trainer = trainer_of(job(f"pp={ranks},schedule={schedule}"), rank)
     engine, logs = trainer.pipeline.engine, []
     run = engine.step
 

@@ -9,6 +9,7 @@ train on the same tokens with torch's fused AdamW.
 """
 
 from harness import Contender, main
+from training import adamw, job_of, trainer_of
 
 SEQUENCE, BATCH = 256, 8
 TOKENS = SEQUENCE * BATCH
@@ -27,26 +28,16 @@ CONTENDERS = {
 
 
 def job(layout, vocab):
-    from shoal.spec.job import DataSpec, Job, TrainSpec
-    from shoal.spec.layout import Layout
-    from shoal.spec.machine import Machine
     from shoal.spec.model import ModelSpec
 
     model = ModelSpec(layers=6, hidden=256, heads=8, vocab=vocab)
-    train = TrainSpec(batch=BATCH, warmup=0, schedule="constant", clip=0.0)
-    return Job(model, Layout.parse(layout), Machine(), DataSpec(sequence=SEQUENCE), train)
+    return job_of(model, layout, SEQUENCE, BATCH)
 
 
 def stepper(name, rank, options):
-    from shoal.comm.ledger import Ledger
-    from shoal.comm.world import World
-    from shoal.plan.pieces import mesh_of
-    from shoal.train.trainer import Trainer
-    from shoal.verify.trial import MadeUpBatches
-
     if name.startswith("shoal"):
         asked = job("" if name == ALONE else name.removeprefix("shoal "), options.vocab)
-        trainer = Trainer(asked, World(mesh_of(asked), rank, Ledger()), MadeUpBatches(asked, 0))
+        trainer = trainer_of(asked, rank)
         return lambda step: trainer.step(step).loss
     return plain(name, job("", options.vocab))
 
@@ -67,18 +58,7 @@ def plain(name, asked):
     cut = name != PLAIN
     if cut:
         model = parallelized(model, sequence=name == SEQUENCE_CUT)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=asked.train.learning_rate,
-        betas=(asked.train.beta1, asked.train.beta2),
-        eps=asked.train.eps,
-        weight_decay=asked.train.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(model, asked.train)
     batches = MadeUpBatches(asked, 0)
 
     def step(number):

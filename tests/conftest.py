@@ -14,6 +14,6 @@ hypothesis.settings.load_profile("shoal")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Nine ranks (a 3 x 3 grid); pool.run(function, world, ...) takes as many of them as a test needs."""
-    with Pool(9) as ranks:
+    """Sixteen ranks; pool.run(function, world, ...) takes as many of them as a test needs."""
+    with Pool(16) as ranks:
         yield ranks

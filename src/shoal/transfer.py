@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Transfer:
     """Bytes that one rank sent and received by `calls` calls of one collective.
 
-    phase: "setup", "forward", "backward", "optimizer" or "evaluate". axis: a mesh axis, several joined with "+".
+    phase: "setup", "forward", "backward", "optimizer", "evaluate" or "check". axis: a mesh axis, several joined with "+".
     layer and micro_batch: None where the transfer belongs to no single one.
     """
 

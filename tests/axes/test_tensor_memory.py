@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.axes.tensor.cost import Axis, Shape
-from shoal.axes.tensor.memory import LEAST_BAND, block_activations, published_bytes
+from shoal.axes.tensor.memory import block_activations, published_bytes
 from shoal.axes.tensor.run import TensorLayers
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
 from shoal.kernels.dropout import DropoutKey
 from shoal.mesh import Mesh
-from shoal.model import attention
 from shoal.model.attention import visible
 from shoal.model.block import Block
 from shoal.model.rope import rotation
@@ -68,7 +67,6 @@ def test_the_closed_form_is_what_autograd_keeps(pool, t):
 @pytest.mark.parametrize("b, s", [(1, 256), (2, 600), (1, 385)])
 def test_a_window_in_bands(pool, b, s):
     """The window's mask is made band by band, and the bands' outputs are kept beside the joined one."""
-    assert attention._LEAST_BAND == LEAST_BAND
     for name in ("llama, one KV head, window", "gpt, qk_norm, window, GQA"):
         cases = [(name, torch.float32, "tp", False)]
         for (size,) in pool.run(measured, 2, cases, (b, s)):

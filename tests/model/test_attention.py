@@ -37,7 +37,7 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 10, 19, 20, 50])
 @pytest.mark.parametrize("least_band", [1, 6, 128])
 def test_equals_the_sum_over_visible_keys(monkeypatch, least_band, window, packed, kv_heads):
-    monkeypatch.setattr(attention, "_LEAST_BAND", least_band)
+    monkeypatch.setattr(attention, "LEAST_BAND", least_band)
     b, s, a, d = 2, 20, 4, 6
     q, k, v = random(b, s, a, d), random(b, s, kv_heads, d), random(b, s + 1, kv_heads, d)[:, 1:]
     documents = torch.tensor([[0] * 5 + [1] + [2] * 14, [7] * 11 + [3] * 9]) if packed else None

@@ -1,7 +1,7 @@
 """Whole decoders with mixtures of experts equal Hugging Face's, logits, loss and every gradient, with random weights.
 
-Their gates are float32 whatever the model's dtype, and so are their rotary angles; agreement ends at that. DeepSeek's
-models have latent attention, which this decoder has not; its feed-forward is held against theirs block by block.
+Their gates are float32 whatever the model's dtype, and so are their rotary angles; agreement ends at that. DeepSeek-V3
+itself has latent attention, which this decoder has not; dots.llm1 is DeepSeek-V3 with attention by heads.
 """
 
 import pytest
@@ -63,6 +63,21 @@ def qwen2():
     return ModelSpec(**SIZES, ffn=80, qkv_bias=True, rope=ROPE, moe=moe), transformers.Qwen2MoeForCausalLM(config)
 
 
+def deepseek_v3():
+    """dots.llm1: DeepSeek-V3's dense first layer, sigmoid scores in groups, a bias on the choice, and shared experts."""
+    config = transformers.Dots1Config(
+        **THEIR_SIZES, head_dim=20, intermediate_size=80, moe_intermediate_size=24, n_routed_experts=16,
+        num_experts_per_tok=4, n_shared_experts=2, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    moe = MoESpec(
+        experts=16, top_k=4, expert_ffn=24, shared_experts=2, router="sigmoid", scaling=2.5, groups=4, groups_kept=2,
+        bias=True, first_dense=1,
+    )  # fmt: skip
+    spec = ModelSpec(**SIZES, head_size=20, ffn=80, qk_norm=True, rope=ROPE, moe=moe)
+    return spec, transformers.Dots1ForCausalLM(config)
+
+
 NAMES = {
     "model.embed_tokens": "embedding",
     "model.layers": "blocks",
@@ -77,7 +92,9 @@ NAMES = {
     "experts.gate_up_proj": "experts.gate_up",
     "experts.down_proj": "experts.down",
     "shared_expert_gate": "shared_gate",
+    "shared_experts": "shared",
     "shared_expert": "shared",
+    "gate.e_score_correction_bias": "router.bias",
     "down_proj": "down",
 }
 
@@ -97,12 +114,17 @@ def as_ours(theirs):
     return ours
 
 
+def biases_of(module):
+    """What moves choices and is not trained."""
+    return [buffer for name, buffer in module.named_buffers() if "e_score_correction_bias" in name]
+
+
 def shaken(module):
     """Random values everywhere, norms and biases included, so that nothing can be left out unseen."""
     random = torch.Generator().manual_seed(3)
     module = module.double()
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in (*module.parameters(), *biases_of(module)):
             noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
     return module
@@ -119,13 +141,15 @@ def relative(ours, theirs):
         pytest.param(qwen3, id="qwen3-moe"),
         pytest.param(lambda: qwen3(normalised=False), id="qwen3-moe, not normalised"),
         pytest.param(qwen2, id="qwen2-moe"),
+        pytest.param(deepseek_v3, id="deepseek-v3"),
     ],
 )
 def test_a_decoder_equals_that_of_hugging_face(case):
     spec, theirs = case()
     shaken(theirs)
     ours = Decoder(spec, torch.float64)
-    ours.load_state_dict(as_ours(dict(theirs.named_parameters())), strict=True)
+    biases = {name: buffer for name, buffer in theirs.named_buffers() if "e_score_correction_bias" in name}
+    ours.load_state_dict(as_ours(dict(theirs.named_parameters()) | biases), strict=True)
     text = torch.randint(spec.vocab, (3, 41), generator=torch.Generator().manual_seed(4))
     tokens, targets = text[:, :-1], text[:, 1:]
 

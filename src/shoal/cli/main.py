@@ -11,11 +11,12 @@ import shoal
 from shoal.cli.options import Parser, print_json
 from shoal.launch.local import RankDied, Stopped, stoppable
 from shoal.spec.errors import RequestError
-from shoal.train.summary import NotFinite
+from shoal.train.summary import NotFinite, ReplicasDiffer
 
 COMMANDS = {
     "train": "train a model under a layout: on this machine's processes, or joining torchrun's or Slurm's",
     "verify": "prove that a layout computes what one process computes and sends what the plan says",
+    "sbatch": "print an sbatch file that runs a job on Slurm's hosts",
     "convert": "put the whole weights of a checkpoint into one safetensors file",
     "tokenize": "turn text, JSONL or a folder into a token file",
 }
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(words)
     except RequestError as refused:
         return _fail(str(refused), 2, as_json, refused.field)
-    except (RankDied, NotFinite) as failed:
+    except (RankDied, NotFinite, ReplicasDiffer) as failed:
         return _fail(str(failed), 1, as_json)
     except MemoryError as failed:
         return _fail(f"this machine's memory does not hold the request ({failed})", 1, as_json)

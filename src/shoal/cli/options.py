@@ -7,9 +7,10 @@ import sys
 from typing import Any, NoReturn
 
 from shoal.spec.build import fields_of, job_from_tree
+from shoal.spec.convert import build
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
-from shoal.spec.layout import layout_tree
+from shoal.spec.layout import Layout, layout_tree
 from shoal.spec.toml import read_toml
 
 # What people type most, without the section's name.
@@ -62,11 +63,12 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-config", action="store_true", help="print the whole job as TOML and do nothing")
 
 
-def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
+def read_job(arguments: argparse.Namespace, base: dict | None = None, ranks: int | None = None) -> Job:
     """The Job that a parsed command line asks for: `base`, then the job file, then shorthands, then single fields.
 
     Where nobody chose a model and the layout has expert ranks, the base's preset is the one of the same size with experts.
-    Raises RequestError for whatever cannot be: unknown fields, wrong values, a missing file.
+    ranks: how many are there already, such as torchrun's; where nobody says how many the data axis has, it gets what the
+    other axes leave of them. Raises RequestError for whatever cannot be: unknown fields, wrong values, a missing file.
     """
     given = vars(arguments)
     tree: dict[str, Any] = {section: dict(fields) for section, fields in (base or {}).items()}
@@ -94,6 +96,8 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None) -> Job:
     chosen = "model" in file or given.get("model") or given.get("model.preset")
     if base and not chosen and _expert_ranks(tree.get("layout")):
         tree["model"]["preset"] = f"moe-{base['model']['preset']}"
+    if ranks is not None:
+        _spread(tree, ranks)
     return job_from_tree(tree)
 
 
@@ -102,7 +106,8 @@ def given_fields(arguments: argparse.Namespace) -> set[str]:
     given = vars(arguments)
     file = read_toml(given["job"]) if given.get("job") else {}
     names = {f"{section}.{field}" for section, fields in file.items() if isinstance(fields, dict) for field in fields}
-    names |= {SHORT.get(name, name) for name, value in given.items() if value is not None}
+    options = {SHORT.get(name, name) for name, value in given.items() if value is not None}
+    names |= {name for name in options if "." in name}  # beside these there are options that are no fields
     return names | ({"model.preset"} if given.get("model") else set())
 
 
@@ -110,6 +115,16 @@ def _expert_ranks(layout: Any) -> bool:
     """Whether a tree of layout's fields, text or typed, asks for more than one."""
     ranks = str(layout.get("ep", 1)).strip() if isinstance(layout, dict) else "1"
     return ranks.isdecimal() and int(ranks) > 1
+
+
+def _spread(tree: dict[str, Any], ranks: int) -> None:
+    """Gives the data axis of a tree's layout what the other axes leave of `ranks`, unless it has a size or they do not fit."""
+    layout = tree.get("layout", {})
+    if not isinstance(layout, dict) or str(layout.get("dp") or 0).strip().lower() not in ("0", "none"):
+        return
+    others = build(Layout, {axis: layout[axis] for axis in ("tp", "cp", "pp") if axis in layout}, "layout").world
+    if ranks % others == 0:
+        tree["layout"] = {**layout, "dp": ranks // others}
 
 
 def _put_section(tree: dict[str, Any], section: str, fields: Any) -> None:

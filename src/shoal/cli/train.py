@@ -15,9 +15,11 @@ from rich.table import Table
 
 from shoal.cli import dry_run
 from shoal.cli.options import add_job_options, print_json, read_job
+from shoal.comm.whereabouts import TOLD
 from shoal.launch.cluster import Place, find_place
 from shoal.launch.local import Stopped, check_port, run_local
-from shoal.plan.runnable import refuse_clipping, refuse_idle, refuse_updates
+from shoal.launch.report import telling
+from shoal.plan.refusals import refuse
 from shoal.plan.stages import check_pipeline
 from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
@@ -28,6 +30,7 @@ from shoal.train.summary import Summary
 from shoal.verify.audit import audit
 
 BASE = {"model": {"preset": "demo"}}
+RANKS = ".ranks"  # in train.out: where ranks that others started say where they are, while they train
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    job = read_job(arguments, BASE)
-    refuse_idle(job.layout)
+    started = find_place(os.environ)
+    job = read_job(arguments, BASE, started.world if started else None)
+    refuse(job)
     check_pipeline(job.layout, job.model.tied, job.model.layers)
     job.check()
-    refuse_updates(job.layout, job.model)
-    refuse_clipping(job)
     if arguments.dump_config:
         if arguments.json:
             print_json(job_to_tree(job))
@@ -60,30 +62,43 @@ def run(arguments: argparse.Namespace) -> int:
     check_start(job)
     with _folder(out, alone=place is None or place.rank == 0):
         try:
-            if place is not None or job.layout.world == 1:
-                summary = train_rank(job, place, arguments.json)
+            if place is not None:
+                with telling(out / RANKS, place.rank):
+                    summary = train_rank(job, place, arguments.json, out / RANKS)
+            elif job.layout.world == 1:
+                summary = train_rank(job, None, arguments.json)
             else:
-                summary = run_local(_train_local_rank, job.layout.world, job, arguments.json, port=job.machine.port)[0]
-        except Stopped:
+                summary = _run_here(job, arguments.json)
+        except Stopped as stopped:
+            if place is not None and (out / RANKS / TOLD).exists():
+                raise SystemExit(128 + stopped.number) from None  # one of us has said why
             if (out / "metrics.jsonl").exists() and (place is None or place.rank == 0):
                 print(f"shoal: the steps done are in {out}/metrics.jsonl", file=sys.stderr)
             raise
     return _end(summary, arguments.json) if place is None or place.rank == 0 else 0
 
 
-def _train_local_rank(job: Job, as_json: bool) -> Summary:
+def _run_here(job: Job, as_json: bool) -> Summary:
+    """Trains on processes of this machine; the Summary of rank 0."""
+    with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
+        ranks, port = Path(folder), job.machine.port
+        return run_local(_train_local_rank, job.layout.world, job, as_json, ranks, port=port, whereabouts=ranks)[0]
+
+
+def _train_local_rank(job: Job, as_json: bool, whereabouts: Path) -> Summary:
     """What each process of run_local calls."""
-    return train_rank(job, find_place(os.environ), as_json)
+    return train_rank(job, find_place(os.environ), as_json, whereabouts)
 
 
-def train_rank(job: Job, place: Place | None, as_json: bool) -> Summary:
-    """Trains as one rank; the Summary of this rank."""
+def train_rank(job: Job, place: Place | None, as_json: bool, whereabouts: Path | None = None) -> Summary:
+    """Trains as one rank; the Summary of this rank. whereabouts: the folder in which the ranks say where they are."""
     from shoal.launch.process import connected
     from shoal.train.data.corpus import prepare
+    from shoal.train.data.tokens import TokenFile
     from shoal.train.loop import run as train
 
     tokens = prepare(job.data, show_progress=place is None or place.local_rank == 0)
-    with connected(job, place) as world:
+    with connected(job, place, whereabouts, TokenFile.open(tokens).content) as world:
         return train(job, world, tokens, sys.stderr if as_json else sys.stdout)
 
 

@@ -2,16 +2,19 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from shoal.cli import matrix
 from shoal.cli.options import add_job_options, given_fields, print_json, read_job
 from shoal.cli.train import BASE as TRAIN_BASE
-from shoal.plan.runnable import refuse_idle, refuse_updates
+from shoal.plan.refusals import REFUSALS, refuse
 from shoal.plan.stages import check_pipeline
 from shoal.spec.errors import RequestError
 from shoal.spec.toml import job_toml
+from shoal.verify.matrix import NAMES
 
 STEPS = 3
 MOST_RANKS = 64  # processes that a machine is asked to start for a look
@@ -25,16 +28,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the job's own model, sequence and batch, not small ones of the same kind",
     )
+    parser.add_argument(
+        "--matrix", metavar="NAME", help=f"prove a named set of layouts, one after the other: {', '.join(NAMES)}"
+    )
+    parser.add_argument("--refusals", action="store_true", help="print what does not go together and do nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
     steps = _steps(arguments)
     arguments.steps = None  # here: how many steps to compare, not the job's length
+    if arguments.refusals:
+        for refusal in REFUSALS:
+            print(refusal)
+        return 0
+    console = Console(file=sys.stderr if arguments.json else sys.stdout)
+    if arguments.matrix is not None:
+        documents = matrix.run(matrix.entries_of(arguments), steps, console)
+        right = all(document["ok"] for document in documents)
+        if arguments.json:
+            print_json({"ok": right, "matrix": arguments.matrix, "layouts": documents})
+        return 0 if right else 1
     # A job file's own sizes stand on what `shoal train` would put under them; else a model that shows most.
     job = read_job(arguments, TRAIN_BASE if arguments.job else BASE)
-    refuse_idle(job.layout)
+    refuse(replace(job, train=replace(job.train, clip=0.0, reduce_dtype="same")))  # as it is going to run
     check_pipeline(job.layout, job.model.tied)
-    refuse_updates(job.layout, job.model)
     if job.machine.device == "cuda":
         raise RequestError(
             "machine.device", "machine.device = cuda: shoal verify computes on the CPU; auto or cpu would do"
@@ -66,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     small = as_it_is(job) if arguments.as_is else small_job(job)
     check_given(job, small, given)
     verdict = verify(small, steps)
-    show(verdict, Console(file=sys.stderr if arguments.json else sys.stdout))
+    show(verdict, console)
     if arguments.json:
         print_json(verdict.as_dict())
     return 0 if verdict.ok else 1

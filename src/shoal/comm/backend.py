@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.gloo import gloo
+
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 GLOO_DTYPES = {
@@ -27,7 +29,7 @@ GLOO_DTYPES = {
 
 def backend_of(device: torch.device) -> str:
     """The back end that moves tensors of `device`."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "nccl" if device.type == "cuda" else gloo()
 
 
 def moves(x: Tensor) -> bool:

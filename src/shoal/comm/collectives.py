@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.comm.backend import OPERATIONS, moves, point_to_point, reduces_and_scatters
 from shoal.comm.shapes import back, buffer, cut, equal, front, into, joined
+from shoal.comm.whereabouts import SILENT_CALL, Call
 from shoal.comm.world import Group
 from shoal.transfer import traffic
 
@@ -31,17 +32,20 @@ class Handle:
         works: Sequence[dist.Work | None] = (),
         finish: Callable[[Tensor], Tensor] | None = None,
         keep: Sequence[Tensor] = (),
+        call: Call = SILENT_CALL,
     ):
-        self._result, self._works, self._finish, self._keep = result, works, finish, keep
+        self._result, self._works, self._finish, self._keep, self._call = result, works, finish, keep, call
 
     def wait(self) -> Tensor:
         """The result, complete (on CUDA: complete for what the current stream does next). May be called again."""
+        self._call.wait()
         for work in self._works:
             if work is not None:
                 work.wait()
+        self._call.done()
         if self._finish is not None:
             self._result = self._finish(self._result)
-        self._works, self._finish, self._keep = (), None, ()
+        self._works, self._finish, self._keep, self._call = (), None, (), SILENT_CALL
         return self._result
 
 
@@ -54,9 +58,10 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", asynchronous: bool = Fa
     if group.size == 1:
         return _silent(x, asynchronous)
     _check(x, group, in_place=True)
+    call = group.calls.begin("all_reduce", waits=not asynchronous)
     work = dist.all_reduce(x, OPERATIONS[op], group.process_group, async_op=asynchronous)
     _record(group, "all_reduce", x, x.numel())
-    return _answer(Handle(x, [work]), asynchronous)
+    return _answer(Handle(x, [work], call=call), asynchronous)
 
 
 @overload
@@ -96,6 +101,7 @@ def all_gather(
     piece = front(x, dim)
     lengths = joined(piece.shape[0], group, sizes)
     whole = buffer(out, dim, piece, sum(lengths))
+    call = group.calls.begin("all_gather", waits=not asynchronous)
     if equal(lengths):
         work = dist.all_gather_single(whole.view(-1), piece.view(-1), group.process_group, async_op=asynchronous)
     else:
@@ -103,7 +109,7 @@ def all_gather(
         piece = piece.repeat(group.size, *[1] * (piece.dim() - 1))  # the same rows for every rank
         work = dist.all_to_all_single(whole, piece, lengths, own, group.process_group, async_op=asynchronous)
     _record(group, "all_gather", piece, sum(lengths), sizes=lengths)
-    return _answer(Handle(whole, [work], back(dim), keep=[piece]), asynchronous)
+    return _answer(Handle(whole, [work], back(dim), keep=[piece], call=call), asynchronous)
 
 
 @overload
@@ -145,11 +151,12 @@ def reduce_scatter(
     length, rest = lengths[group.index], whole.shape[1:]
     piece = buffer(out, dim, whole, length)
     _record(group, "reduce_scatter", whole, whole.shape[0], sizes=lengths)
+    call = group.calls.begin("reduce_scatter", waits=not asynchronous)
     if reduces_and_scatters(group.device) and equal(lengths):
         work = dist.reduce_scatter_single(
             piece.view(-1), whole.view(-1), group=group.process_group, async_op=asynchronous
         )
-        return _answer(Handle(piece, [work], back(dim), keep=[whole]), asynchronous)
+        return _answer(Handle(piece, [work], back(dim), keep=[whole], call=call), asynchronous)
     parts = whole.new_empty((group.size * length, *rest))
     work = dist.all_to_all_single(
         parts, whole, [length] * group.size, lengths, group.process_group, async_op=asynchronous
@@ -159,14 +166,16 @@ def reduce_scatter(
         torch.sum(parts.view(group.size, length, *rest), 0, dtype=piece.dtype, out=piece)
         return back(dim)(piece)
 
-    return _answer(Handle(piece, [work], add_up, keep=[whole]), asynchronous)
+    return _answer(Handle(piece, [work], add_up, keep=[whole], call=call), asynchronous)
 
 
 def broadcast(x: Tensor, group: Group, root: int) -> Tensor:
     """The root's x on all ranks, in place; the others pass a tensor of the same shape and dtype."""
     if group.size > 1:
         _check(x, group, in_place=True)
+        call = group.calls.begin("broadcast")
         dist.broadcast(x, group=group.process_group, group_src=root)
+        call.done()
         _record(group, "broadcast", x, x.numel(), root)
     return x
 
@@ -179,7 +188,9 @@ def reduce(x: Tensor, group: Group, root: int, op: str = "sum", overwrite: bool 
     if group.size > 1:
         _check(x, group, in_place=True)
         scratch = x if overwrite or group.index == root else x.clone()  # gloo overwrites what the others pass
+        call = group.calls.begin("reduce")
         dist.reduce(scratch, op=OPERATIONS[op], group=group.process_group, group_dst=root)
+        call.done()
         _record(group, "reduce", x, x.numel(), root)
     return x
 
@@ -200,7 +211,9 @@ def scatter(x: Tensor, group: Group, root: int, sizes: Sequence[int], dim: int =
     arriving = [sizes[group.index] if peer == root else 0 for peer in range(group.size)]
     piece = whole.new_empty((sizes[group.index], *whole.shape[1:]))
     leaving = list(sizes) if at_root else [0] * group.size
+    call = group.calls.begin("scatter")
     dist.all_to_all_single(piece, whole, arriving, leaving, group.process_group)
+    call.done()
     _record(group, "scatter", whole, sum(sizes), root, sizes)
     return back(dim)(piece)
 
@@ -215,7 +228,9 @@ def gather(x: Tensor, group: Group, root: int, dim: int = 0, sizes: Sequence[int
     arriving = lengths if group.index == root else [0] * group.size
     leaving = [piece.shape[0] if peer == root else 0 for peer in range(group.size)]
     whole = piece.new_empty((sum(arriving), *piece.shape[1:]))
+    call = group.calls.begin("gather")
     dist.all_to_all_single(whole, piece, arriving, leaving, group.process_group)
+    call.done()
     _record(group, "gather", piece, sum(lengths), root, lengths)
     return back(dim)(whole)
 
@@ -258,9 +273,10 @@ def all_to_all(
     assert leaving[group.index] == arriving[group.index], "what a rank sends to itself is what it receives from itself"
     x = x.contiguous()
     result = x.new_empty((sum(arriving), *x.shape[1:]))
+    call = group.calls.begin("all_to_all", waits=not asynchronous)
     work = dist.all_to_all_single(result, x, arriving, leaving, group.process_group, async_op=asynchronous)
     _record(group, "all_to_all", x, x.shape[0], sizes=leaving, receive_sizes=arriving)
-    return _answer(Handle(result, [work], keep=[x]), asynchronous)
+    return _answer(Handle(result, [work], keep=[x], call=call), asynchronous)
 
 
 @overload
@@ -270,9 +286,10 @@ def send(x: Tensor, group: Group, to: int, asynchronous: Literal[True]) -> Handl
 def send(x: Tensor, group: Group, to: int, asynchronous: bool = False) -> Tensor | Handle:
     """Sends x to rank `to`, which calls `receive`; returns x. Messages between two ranks keep their order."""
     _check(x, group, in_place=True)
+    call = group.calls.begin("send", waits=not asynchronous, peer=to)
     works = point_to_point([(x, to)], [], group.process_group)
     _record(group, "send", x, x.numel())
-    return _answer(Handle(x, works), asynchronous)
+    return _answer(Handle(x, works, call=call), asynchronous)
 
 
 @overload
@@ -282,15 +299,18 @@ def receive(x: Tensor, group: Group, source: int, asynchronous: Literal[True]) -
 def receive(x: Tensor, group: Group, source: int, asynchronous: bool = False) -> Tensor | Handle:
     """Fills the buffer x with what rank `source` sends; its shape and dtype are the sender's."""
     _check(x, group, in_place=True)
+    call = group.calls.begin("receive", waits=not asynchronous, peer=source)
     works = point_to_point([], [(x, source)], group.process_group)
     _record(group, "receive", x, x.numel())
-    return _answer(Handle(x, works), asynchronous)
+    return _answer(Handle(x, works, call=call), asynchronous)
 
 
 def barrier(group: Group) -> None:
     """Returns when every rank of the group has called it."""
     if group.size > 1:
+        call = group.calls.begin("barrier")
         dist.barrier(group.process_group)
+        call.done()
         group.ledger.record(group.axis, "barrier", 0, 0)
 
 

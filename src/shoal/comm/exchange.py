@@ -8,16 +8,20 @@ from torch import Tensor
 
 from shoal.comm.backend import moves, point_to_point
 from shoal.comm.ledger import Place
+from shoal.comm.whereabouts import Call
 from shoal.comm.world import Group
 
 
 class Exchange:
     """Messages under way. It keeps their tensors alive until `wait`; nobody may touch them before."""
 
-    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Tensor], receives: Sequence[Tensor]):
+    def __init__(
+        self, works: Sequence[dist.Work], calls: Sequence[Call], sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ):
         apart = len(works) == len(sends) + len(receives)  # else one work stands for all
-        self._sending = list(works[: len(sends)]) if apart else []
-        self._receiving = list(works[len(sends) :]) if apart else list(works)
+        under_way = list(zip(works, calls, strict=apart))
+        self._sending = under_way[: len(sends)] if apart else []
+        self._receiving = under_way[len(sends) :] if apart else under_way
         self._sends: Sequence[Tensor] = sends
         self._receives: Sequence[Tensor] = receives
 
@@ -35,10 +39,13 @@ class Exchange:
         return taken
 
 
-def _finish(works: list[dist.Work]) -> None:
+def _finish(under_way: list[tuple[dist.Work, Call]]) -> None:
     """Waits for each work once: gloo would wait for a second message."""
-    while works:
-        works.pop(0).wait()
+    while under_way:
+        work, call = under_way.pop(0)
+        call.wait()
+        work.wait()
+        call.done()
 
 
 def exchange(
@@ -59,9 +66,15 @@ def exchange(
         assert not (x.requires_grad and torch.is_grad_enabled()), "autograd would not see this message"
         assert x.is_contiguous() and moves(x), f"{x.dtype} of strides {x.stride()} cannot be sent from {x.device}"
         assert x.device.type == group.device.type, f"the tensor lives on {x.device}, the group uses {group.device}"
-    works = point_to_point(list(sends), list(receives), group.process_group)
     rows = [("send", x.nbytes, 0) for x, _ in sends] + [("receive", 0, x.nbytes) for x, _ in receives]
-    for row, place in zip(rows, [group.ledger.place] * len(rows) if places is None else places, strict=True):
+    places = [group.ledger.place] * len(rows) if places is None else places
+    peers = [peer for _, peer in (*sends, *receives)]
+    calls = [
+        group.calls.begin(op, waits=False, peer=peer, spot=place)
+        for (op, *_), peer, place in zip(rows, peers, places, strict=True)
+    ]
+    works = point_to_point(list(sends), list(receives), group.process_group)
+    for row, place in zip(rows, places, strict=True):
         with group.ledger.at(phase=place.phase, layer=place.layer, micro_batch=place.micro_batch):
             group.ledger.record(group.axis, *row)
-    return Exchange(works, [x for x, _ in sends], [x for x, _ in receives])
+    return Exchange(works, calls, [x for x, _ in sends], [x for x, _ in receives])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from shoal.comm.whereabouts import NOWHERE, Nowhere
 from shoal.transfer import Transfer
 
 INHERIT: Literal["inherit"] = "inherit"  # None is a value here: it belongs to no layer, to no micro-batch
@@ -24,12 +25,13 @@ class Place(NamedTuple):
 class Ledger:
     """Sums of transfers, by place, axis and primitive.
 
-    enabled: False makes every call a no-op. trace: also keep each single transfer, in order, in `events`.
+    enabled: False makes every call a no-op. trace: also keep each single transfer, in order, in `events`. whereabouts: is
+    told every place, enabled or not.
     One per process, and no thread-local state: autograd runs backward on threads of its own while the caller waits.
     """
 
-    def __init__(self, enabled: bool = True, trace: bool = False):
-        self.enabled = enabled
+    def __init__(self, enabled: bool = True, trace: bool = False, whereabouts: Nowhere = NOWHERE):
+        self.enabled, self.whereabouts = enabled, whereabouts
         self.events: list[Transfer] | None = [] if trace else None
         self.place = Place("setup", None, None)
         self._books: dict[Place, dict[tuple[str, str], list[int]]] = {}
@@ -51,8 +53,10 @@ class Ledger:
             before.micro_batch if micro_batch == INHERIT else micro_batch,
         )
         self._book = self._open(self.place)
+        self.whereabouts.at(self.place)
         try:
             yield
+            self.whereabouts.at(before)  # not after an error: a rank that fails is seen where it did
         finally:
             self.place, self._book = before, book
 

@@ -55,8 +55,10 @@ def _run(plan: Plan, x: Tensor, group: Group, lengths: Sequence[int], op: str) -
         here = moves[group.index]
         coming = next(move for move in moves if move.to == group.index)
         message, arrived = views[here.piece], torch.empty_like(views[coming.piece])
+        call = group.calls.begin("receive", peer=coming.rank)
         for work in point_to_point([(message, here.to)], [(arrived, coming.rank)], group.process_group):
             work.wait()
+        call.done()
         if coming.action == "add":
             views[coming.piece].add_(arrived)
         else:

@@ -1,7 +1,7 @@
 """A rank's view of the run: its groups along the mesh's axes, with a process group where there are others in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Self
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.ledger import Ledger
+from shoal.comm.whereabouts import SILENT, Calls
 from shoal.mesh import PAIRS, Mesh
 from shoal.spec.layout import Layout
 
@@ -18,7 +19,7 @@ class Group:
     """The ranks along some axes, as collectives want them. A group of one is silent: no messages, no ledger rows.
 
     ranks: numbers in the world, ascending; index: this rank's place among them (roots and peers are such places too).
-    process_group: torch's, None in a group of one.
+    process_group: torch's, None in a group of one. calls: where this rank notes what it calls and waits for.
     """
 
     axis: str
@@ -27,6 +28,7 @@ class Group:
     ledger: Ledger
     device: torch.device
     process_group: dist.ProcessGroup | None = None
+    calls: Calls = field(default=SILENT, compare=False)
 
     @property
     def size(self) -> int:
@@ -40,9 +42,9 @@ class Group:
 class World:
     """This rank among all of a mesh's, once torch.distributed is initialised with mesh.world processes.
 
-    device: where this rank's tensors live. timeout: seconds after which a waiting collective gives up; None keeps that
-    of torch.distributed's own initialisation. alone: whether no other rank runs (comm/rehearsal.py), so that only this
-    rank's own groups are made.
+    device: where this rank's tensors live. timeout: seconds after which a waiting collective gives up; None is torch's
+    half an hour, save in the group of all ranks, which keeps what it was initialised with. alone: whether no other rank
+    runs (comm/rehearsal.py), so that only this rank's own groups are made.
     """
 
     def __init__(
@@ -81,7 +83,13 @@ class World:
         paired = self.mesh.size("pp") > 1 and not set(PAIRS).isdisjoint(axes)
         # A pair leaves some ranks alone, which take part in making the groups of the others.
         process_group = self._process_group(axes) if len(ranks) > 1 or paired else None
-        return Group("+".join(axes), ranks, ranks.index(self.rank), self.ledger, self.device, process_group)
+        axis = "+".join(axes)
+        calls = self.ledger.whereabouts.calls(axis, ranks)
+        return Group(axis, ranks, ranks.index(self.rank), self.ledger, self.device, process_group, calls)
+
+    def calls(self) -> Calls:
+        """Where this rank notes what it calls all ranks of the world for."""
+        return self.ledger.whereabouts.calls("world", range(self.size))
 
     def close(self) -> None:
         """Destroys the process groups made here; torch.distributed itself stays for whoever initialised it."""
@@ -104,5 +112,7 @@ class World:
             own = next(ranks for ranks in partition if self.rank in ranks)
             return dist.new_group(list(own), use_local_synchronization=True)
         # Everybody makes every group, in one order: torch counts them to name them.
+        call = self.calls().begin("new_group")
         made = [dist.new_group(list(ranks), timeout=self.timeout) for ranks in partition]
+        call.done()
         return next(group for ranks, group in zip(partition, made, strict=True) if self.rank in ranks)

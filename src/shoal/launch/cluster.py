@@ -18,6 +18,7 @@ class Place:
     local_rank: int
     local_world: int
     meeting: str  # as torch.distributed's init_method
+    interface: str = ""  # what a person chose for gloo, which torch then uses; "" = the one that reaches the others
 
 
 def find_place(environment: Mapping[str, str], port: int = 0) -> Place | None:
@@ -33,6 +34,7 @@ def find_place(environment: Mapping[str, str], port: int = 0) -> Place | None:
             local_rank=_number(environment, "LOCAL_RANK", 0),
             local_world=_number(environment, "LOCAL_WORLD_SIZE", 1),
             meeting="env://",
+            interface=environment.get("GLOO_SOCKET_IFNAME", ""),
         )
     if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
         tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
@@ -44,6 +46,7 @@ def find_place(environment: Mapping[str, str], port: int = 0) -> Place | None:
             local_rank=_number(environment, "SLURM_LOCALID", 0),
             local_world=int(local.split("(")[0].split(",")[0]),
             meeting=f"tcp://{_first_host(environment)}:{port or SLURM_PORTS[job % len(SLURM_PORTS)]}",
+            interface=environment.get("GLOO_SOCKET_IFNAME", ""),
         )
     return None
 

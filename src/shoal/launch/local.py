@@ -4,6 +4,7 @@ The launcher watches the ranks: one that dies ends the others within seconds. Ra
 torch loaded already, so that eight of them start in well under a second.
 """
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -12,21 +13,15 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from shoal.launch.worker import LOST_PEER
+from shoal.comm.faults import explain
+from shoal.comm.whereabouts import read
+from shoal.launch.report import GRACE, STOPPED, RankDied, Watch, kind_of, kind_of_words, stack_file, stacks_in
 from shoal.spec.errors import RequestError
-
-GRACE = 2.0  # seconds that a rank which only lost its peer waits, so that the launcher sees the peer's own end first
-
-
-class RankDied(RuntimeError):
-    """A rank ended before its work: `rank`, and what it said (its traceback, or the signal that ended it)."""
-
-    def __init__(self, rank: int, said: str):
-        self.rank = rank
-        super().__init__(f"rank {rank} died; the other ranks were ended\n{said}")
+from shoal.train.summary import NotFinite, ReplicasDiffer
 
 
 class Stopped(BaseException):
@@ -66,11 +61,15 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def run_local(function: Callable[..., Any], ranks: int, *arguments: Any, port: int = 0) -> list[Any]:
+def run_local(
+    function: Callable[..., Any], ranks: int, *arguments: Any, port: int = 0, whereabouts: Path | None = None
+) -> list[Any]:
     """Calls function(*arguments) in `ranks` new processes that carry torchrun's variables; the results by rank.
 
     function and arguments must be picklable. Raises RankDied with the first dead rank's traceback, RequestError when
     that is what a rank raised, Stopped when a signal ended the run. No process is left behind.
+
+    whereabouts: a folder into which `function` has the ranks write where they are; RankDied then tells that too.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -94,9 +93,10 @@ def run_local(function: Callable[..., Any], ranks: int, *arguments: Any, port: i
             shutdown_timeout=5,
         )
         try:
-            results = elastic_launch(config, _quiet_on_signals)(function, *arguments)
+            with Watch(whereabouts) if whereabouts else nullcontext() as watch:
+                results = elastic_launch(config, _quiet_on_signals)(whereabouts, function, *arguments)
         except ChildFailedError as failed:
-            raise _explain(failed) from None
+            raise _explain(failed, whereabouts, watch.stopped if watch else []) from None
         except SignalException as caught:
             raise Stopped(int(caught.sigval)) from None
     return [results[rank] for rank in range(ranks)]
@@ -109,27 +109,51 @@ def _silence(*packages: str) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _quiet_on_signals(function: Callable[..., Any], *arguments: Any) -> Any:
+def _quiet_on_signals(whereabouts: Path | None, function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs in each rank: Ctrl-C reaches the whole terminal group, and one message, the parent's, is enough."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        return function(*arguments)
-    except RuntimeError as error:
-        if _lost_its_peer(str(error)):
-            time.sleep(GRACE)
-        raise
+    with open(stack_file(whereabouts, int(os.environ["RANK"])) if whereabouts else os.devnull, "w") as stack:
+        faulthandler.register(signal.SIGTERM, stack, all_threads=False, chain=True)  # whatever it does, it says where
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            if kind_of(error) == "lost":
+                time.sleep(GRACE)  # so that the launcher sees the peer's own end first
+            raise
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
 
 
-def _explain(failed: Any) -> Exception:
-    """The exception a person should see for the launcher's ChildFailedError."""
+def _explain(failed: Any, whereabouts: Path | None, stopped: list[int]) -> Exception:
+    """The exception a person should see for the launcher's ChildFailedError. stopped: ranks that were found so."""
     failures = {rank: _message(failure) for rank, failure in failed.failures.items()}
     # Ranks whose peer vanished fail too, within the same second; the one that fails by itself is the cause.
-    causes = [rank for rank, said in failures.items() if not _lost_its_peer(said)] or list(failures)
+    kinds = {rank: kind_of_words(_last_line(said)) for rank, said in failures.items()}
+    causes = [rank for rank in failures if kinds[rank] != "lost"] or list(failures)
     rank = causes[0]
-    head, _, line = failures[rank].splitlines()[-1].partition(": ")
+    head, _, line = _last_line(failures[rank]).partition(": ")
     if head.endswith("RequestError"):
         return RequestError(line.split(" ")[0], line)
-    return RankDied(rank, failures[rank])
+    for ending in (NotFinite, ReplicasDiffer):
+        if head.endswith(ending.__name__):
+            return ending(line)  # every rank's, and none has died
+    records = read(whereabouts) if whereabouts else []
+    if whereabouts is None or not records:
+        return RankDied(rank, failures[rank])
+    dead = dict.fromkeys(stopped, STOPPED)
+    dead |= {rank: _in_words(failed.failures[rank], failures[rank]) for rank in causes if kinds[rank] == "failed"}
+    report = explain(records, dead, stacks=stacks_in(whereabouts))
+    if rank in dead:
+        return RankDied(rank, failures[rank] if failures[rank].startswith("Traceback") else "", report)
+    return RankDied(rank, "" if dead else _last_line(failures[rank]), report)  # an error that everybody has who waits
+
+
+def _in_words(failure: Any, said: str) -> str:
+    """How a rank ended by itself."""
+    if said.startswith("Traceback"):
+        return f"failed ({_last_line(said)})"
+    code = failure.exitcode
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
 
 
 def _message(failure: Any) -> str:
@@ -138,6 +162,5 @@ def _message(failure: Any) -> str:
     return str(failure.message)
 
 
-def _lost_its_peer(said: str) -> bool:
-    last = said.splitlines()[-1] if said else ""
-    return any(words in last for words in LOST_PEER)
+def _last_line(said: str) -> str:
+    return said.splitlines()[-1] if said else ""

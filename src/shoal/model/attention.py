@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from shoal.axes.context.run import ContextAttention, View
 from shoal.axes.recompute.run import Cheap, remade
+from shoal.axes.tensor.memory import LEAST_BAND
 from shoal.kernels.norm import RMSNorm
 from shoal.model.layers import Layers
 from shoal.model.rope import Rotation, rotated
 from shoal.spec.model import ModelSpec
-
-_LEAST_BAND = 128  # queries of one band: narrower ones keep no processor busy
 
 
 def visible(sequence: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
@@ -48,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | N
     if grouped:
         # Fused kernels of GPUs take either a mask or grouped heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    sequence, band = q.shape[2], max(window or 0, _LEAST_BAND)
+    sequence, band = q.shape[2], max(window or 0, LEAST_BAND)
     if window is None or sequence <= 2 * band:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     bands = []

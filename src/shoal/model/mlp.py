@@ -1,40 +1,12 @@
 """The two feed-forward kinds: SwiGLU (Shazeer 2020) and GELU in its tanh approximation (Hendrycks & Gimpel 2016)."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.axes.recompute.run import Cheap, remade
+from shoal.kernels.swiglu import swiglu
 from shoal.model.layers import Layers
 from shoal.spec.model import ModelSpec
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x (..., gate | up)."""
-    if torch.compiler.is_compiling():  # the compiler fuses the plain expression, and cannot follow `out=`
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return _SwiGLU.apply(x)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Keeps x alone, where autograd would keep silu(gate) as well, and writes both gradients where they belong."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        d_x = torch.empty_like(x)
-        d_gate, d_up = d_x.chunk(2, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(torch.mul(gradient, up, out=d_gate), gate, grad_input=d_gate)
-        torch.ops.aten.silu.out(gate, out=d_up).mul_(gradient)
-        return d_x
 
 
 class GatedMLP(nn.Module):

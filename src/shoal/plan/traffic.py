@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shoal.axes.context import cost as context
 from shoal.axes.data import cost as data
 from shoal.axes.expert import cost as expert
-from shoal.axes.piece import shared_runs
+from shoal.axes.piece import Piece, shared_runs
 from shoal.axes.pipeline import cost as pipeline
 from shoal.axes.pipeline.evaluation import forward_only
 from shoal.axes.pipeline.stage import Stage
@@ -125,17 +125,23 @@ def step_transfers(job: Job, rank: int, tokens: bool = True) -> list[Transfer]:
         stage = mesh.coordinate("pp", rank)
         transfers += pipeline.step_transfers(schedule_of(job), stage, _message(job))
         transfers += pipeline.scalar_transfers(layout.pp, stage)
+    stores, pieces = stores_of(job, rank), pieces_of(job, rank)
     for run in updates:
-        transfers += _update(job, mesh, rank, run)
+        transfers += _update(job, mesh, rank, run, stores, pieces)
     return transfers
 
 
-def _update(job: Job, mesh: Mesh, rank: int, run: range) -> Iterator[Transfer]:
-    """What it takes to update the weights of `rank` once, with the gradients of a run of micro-batches."""
+def _update(
+    job: Job, mesh: Mesh, rank: int, run: range, stores: Sequence[Store], pieces: Sequence[Piece]
+) -> Iterator[Transfer]:
+    """What it takes to update the weights of `rank` once, with the gradients of a run of micro-batches.
+
+    stores, pieces: of the rank.
+    """
     seen = len(run)  # by each stage; a stage that exists twice sees half
     if job.layout.pp > 1:
         seen //= len(schedule_of(job).routes)
-    for store in stores_of(job, rank):
+    for store in stores:
         parts, cut = store.parts, store.cut
         if cut.stage:
             # What two chunks of a rank use is summed at the end of the step alone.
@@ -150,7 +156,7 @@ def _update(job: Job, mesh: Mesh, rank: int, run: range) -> Iterator[Transfer]:
             ranks, place, axis = _place(mesh, store.axes, rank)
             last = run.start + seen - 1
             yield from data.gradient_transfers(zero.sizes(parts), ranks, place, cut.width, last, axis)
-        yield from _shared(job, store, mesh, rank)
+        yield from _shared(store, pieces, mesh, rank)
         for axis in store.summed:
             yield from tensor.norm_transfers(mesh.size(axis), mesh.coordinate(axis, rank), axis)
         if job.train.offload != "none":
@@ -277,9 +283,8 @@ def crossing(job: Job) -> context.Crossing:
     )
 
 
-def _shared(job: Job, store: Store, mesh: Mesh, rank: int) -> Iterator[Transfer]:
+def _shared(store: Store, pieces: Sequence[Piece], mesh: Mesh, rank: int) -> Iterator[Transfer]:
     """Partial gradients of what several ranks keep, summed before an update in the buffers of the data axis."""
-    pieces = pieces_of(job, rank)
     named = {piece.parameter.name: piece for piece in pieces}
     held = zero.held_spans(store.parts, store.cut, store.shard)
     for axis in dict.fromkeys(share.axis for piece in pieces for share in piece.shares):

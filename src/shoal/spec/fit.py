@@ -18,7 +18,7 @@ def check_fit(model: ModelSpec, layout: Layout, sequence: int, batch: int, fille
     _check_tensor(model, layout, batch // (layout.dp * layout.micro_batches))
     _check_pipeline(model, layout)
     _check_sequence(model, layout, sequence, filled)
-    _check_experts(model, layout, sequence, filled)
+    _check_experts(model, layout, sequence)
 
 
 def _check_batch(layout: Layout, batch: int) -> None:
@@ -126,40 +126,17 @@ def _check_exchange(model: ModelSpec, layout: Layout, sequence: int) -> None:
     )
 
 
-def _check_experts(model: ModelSpec, layout: Layout, sequence: int, filled: int) -> None:
+def _check_experts(model: ModelSpec, layout: Layout, sequence: int) -> None:
     if model.moe is None:
-        for key in ("ep", "etp"):
-            if getattr(layout, key) > 1:
-                raise RequestError(
-                    f"layout.{key}",
-                    f"layout.{key} = {getattr(layout, key)} finds no experts in model {model.name}; {key}=1 would do, or "
-                    "model.preset = moe-tiny",
-                )
         return
     model.moe.check_ranks(layout.ep)
     own, tensor = sequence // layout.cp, layout.tp_size
-    for field, idle, line in (
-        ("layout.tp", layout.tp_grid, f"= {layout.tp} is a grid, which cuts no experts; tp={tensor} would do"),
-        (
-            "layout.hsdp",
-            layout.hsdp > 1 and layout.ep > 1,
-            f"= {layout.hsdp} replicates shards of what every rank has, and ep = {layout.ep} gives ranks other experts; "
-            "hsdp=1 would do",
-        ),
-        (
-            "data.pad",
-            filled,
-            f"= true fills sequences up with {filled} tokens that would count in the experts' balance; false would do",
-        ),
-        (
+    if model.moe.capacity and layout.etp == 1 and own % tensor:
+        raise RequestError(
             "data.sequence",
-            model.moe.capacity and layout.etp == 1 and own % tensor,
-            f"= {sequence} gives context ranks {own} tokens, which {tensor} tensor ranks do not share evenly, as "
-            f"model.moe.capacity wants; {multiples_around(sequence, layout.cp * tensor)} would do",
-        ),
-    ):
-        if idle:
-            raise RequestError(field, f"{field} {line}")
+            f"data.sequence = {sequence} gives context ranks {own} tokens, which {tensor} tensor ranks do not share evenly, "
+            f"as model.moe.capacity wants; {multiples_around(sequence, layout.cp * tensor)} would do",
+        )
 
 
 def sequence_parts(layout: Layout, cp: int = 0, ulysses: int = 0) -> int:

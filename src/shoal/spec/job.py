@@ -62,6 +62,11 @@ class TrainSpec:
     decay_fraction: float = described(0.2, "wsd: part of the steps in which the rate falls", low=0, high=1)
     eval_every: int = described(0, "steps between evaluations; 0 = only at the end", low=0)
     eval_batches: int = described(8, "batches per evaluation", low=1)
+    check_every: int = described(
+        0,
+        "steps between checks that what several ranks hold is equal, bit for bit, and one at the end; 0 = none",
+        low=0,
+    )
     max_skipped: int = described(10, "steps in a row that may be skipped for gradients that are not finite", low=1)
     reduce_dtype: Literal["same", "float32"] = described(
         "same",
@@ -103,12 +108,6 @@ class Job:
         """Raises RequestError when the parts do not fit each other, as far as no file is needed to tell."""
         filled = self.sequence - self.data.sequence
         check_fit(self.model, self.layout, self.sequence, self.train.batch, filled)
-        if self.train.reduce_dtype == "float32" and not (self.layout.zero and self.train.dtype == "bfloat16"):
-            raise RequestError(
-                "train.reduce_dtype",
-                f"train.reduce_dtype = float32 is for bfloat16 weights under ZeRO, not for {self.train.dtype} with "
-                f"layout {self.layout}; same would do",
-            )
         ids = 257
         if self.data.tokenizer == "bytes" and not self.data.path.endswith(".tokens") and self.model.vocab < ids:
             raise RequestError(

@@ -36,7 +36,11 @@ class Layout:
     RequestError.
     """
 
-    dp: int = derived("ranks of data parallelism; none or 0 = 1, or as many as ep needs", low=0)
+    dp: int = derived(
+        "ranks of data parallelism; none or 0 = as many as the other axes leave of torchrun's or srun's ranks, else 1, or as "
+        "many as ep needs",
+        low=0,
+    )
     zero: int = described(0, "ZeRO stage: 1 shards optimizer states, 2 gradients too, 3 weights too", low=0, high=3)
     zero1: Literal["rs+ag", "ar+ag"] = described(
         "rs+ag", "how ZeRO-1 sums gradients: reduce-scatter, or all-reduce as first described (half as much again)"

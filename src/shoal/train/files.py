@@ -1,6 +1,7 @@
 """Files of a run: a full disk is one line, and what is not finished does not stay."""
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,15 @@ def room_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def removed(unfinished: Path) -> Iterator[None]:
-    """Afterwards the file `unfinished` is gone, whatever happened, unless it has got its real name."""
-    try:
-        yield
-    finally:
-        unfinished.unlink(missing_ok=True)
+def whole(path: Path) -> Iterator[Path]:
+    """A hidden file's path to write to, which at the end becomes `path`; after a failure `path` is as it was.
+
+    A full disk is as in `room_in`.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with room_in(path.parent):
+        try:
+            yield unfinished
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """A whole training run on one rank: data, steps, evaluation, metrics, and what is left in the output folder."""
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Self, TextIO
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
 from shoal.model.sample import sample
+from shoal.plan.copies import check_transfers
 from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.traffic import evaluation_transfers, step_transfers, times
 from shoal.spec.errors import RequestError
@@ -19,11 +19,12 @@ from shoal.spec.job import Job
 from shoal.spec.toml import job_toml
 from shoal.train.checkpoint.index import Progress
 from shoal.train.checkpoint.run import Checkpoints
+from shoal.train.consistency import Consistency
 from shoal.train.data.batches import Batches, Dataset
 from shoal.train.data.tokenizer import load_tokenizer
 from shoal.train.display import Display, peak_memory
 from shoal.train.experts import load_metrics
-from shoal.train.files import removed, room_in
+from shoal.train.files import room_in, whole
 from shoal.train.metrics import MetricsWriter
 from shoal.train.summary import NotFinite, Summary
 from shoal.train.trainer import StepResult, Trainer
@@ -92,9 +93,11 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
     resumed = checkpoints.start()
     first, tally = (resumed.index.step, Tally.after(resumed.index.progress)) if resumed else (0, Tally())
     tokens_before = tally.tokens
+    consistency = Consistency(trainer)
     if leads:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "job.toml", job_toml(job).encode())
+        with whole(out / "job.toml") as unfinished:
+            unfinished.write_text(job_toml(job), encoding="utf-8")
     started = time.perf_counter()
     with (
         room_in(out),
@@ -103,6 +106,7 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         checkpoints,
     ):
         for step in range(first, train.steps):
+            world.ledger.whereabouts.step(step)
             begun = time.perf_counter()
             result = trainer.step(step)
             seconds = time.perf_counter() - begun
@@ -114,14 +118,18 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
             metrics.write(line)
             display.step(line)
             checkpoints.poll()
+            if consistency.due(step + 1):
+                consistency.check(step + 1)  # before what is wrong would be saved
             if checkpoints.due(step + 1):
                 metrics.sync()
-                checkpoints.save(step + 1, tally.progress())
+                with world.ledger.at(phase="save"):
+                    checkpoints.save(step + 1, tally.progress())
             if tally.skipped_in_a_row == train.max_skipped:
                 raise NotFinite(
                     f"{train.max_skipped} steps in a row, up to step {step}, had a loss or gradients that are not finite; "
                     f"train.learning_rate below {train.learning_rate} or a longer train.warmup may do"
                 )
+    world.ledger.whereabouts.step(None)
     measured, sent = world.ledger.transfers(), trainer.mixtures.sent_by_all()
     weights = whole_weights(trainer)
     text = ""
@@ -143,18 +151,24 @@ def run(job: Job, world: World, tokens: Path, stream: TextIO) -> Summary:
         skipped_at_end=tally.skipped_in_a_row,
         peak_memory=peak_memory(world.device.type),
         text=text,
-        predicted=_planned(job, world.rank, train.steps - first, len(held_out), tally.evaluations, sent),
+        predicted=_planned(
+            job, world.rank, train.steps - first, len(held_out), tally.evaluations, consistency.made, sent
+        ),
         measured=measured,
     )
 
 
 def _planned(
-    job: Job, rank: int, steps: int, forwards: int, evaluations: int, sent: Mapping[int, Sent]
+    job: Job, rank: int, steps: int, forwards: int, evaluations: int, checks: int, sent: Mapping[int, Sent]
 ) -> list[Transfer]:
-    """The plan of a run's steps and of its evaluations of `forwards` micro-batches; sent: where its tokens went, by rank."""
+    """The plan of a run's steps, of its evaluations of `forwards` micro-batches and of its checks of replicas.
+
+    sent: where its tokens went, by rank.
+    """
     return [
         *times(step_transfers(job, rank, tokens=False), steps),
         *times(evaluation_transfers(job, rank, forwards, tokens=False), evaluations),
+        *(times(check_transfers(job, rank), checks) if checks else []),
         *routed_transfers(job, rank, sent, "step", steps, job.layout.micro_batches),
         *routed_transfers(job, rank, sent, "evaluate", evaluations, forwards),
     ]
@@ -170,14 +184,6 @@ def write_sample(model: Decoder, job: Job) -> str:
     prompt = prompt or [tokenizer.eod]
     written = sample(model, prompt, job.train.sample, SAMPLE_TEMPERATURE, job.train.seed)
     return tokenizer.decode([*prompt, *written])
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with room_in(path.parent), removed(unfinished):
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
 
 
 def _line(job: Job, world: World, result: StepResult, tally: Tally, seconds: float) -> dict[str, Any]:

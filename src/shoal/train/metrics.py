@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shoal.spec.errors import RequestError, shown
 from shoal.train.data.naming import named
-from shoal.train.files import removed
+from shoal.train.files import whole
 
 FILE = "metrics.jsonl"
 
@@ -145,10 +145,8 @@ def _cut(file: Path, stop: int) -> None:
     if not file.exists():
         return
     kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step(line) < stop]
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    with removed(unfinished):
+    with whole(file) as unfinished:
         unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        unfinished.replace(file)
 
 
 def _step(line: str) -> float:

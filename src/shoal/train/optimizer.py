@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from shoal.axes.flat import Held
+from shoal.axes.piece import Span
 from shoal.comm.ledger import Ledger
 from shoal.spec.job import TrainSpec
 from shoal.train.files import room_in
@@ -112,6 +114,23 @@ class AdamW:
         self.ledger.record(self.train.offload, "store", sum(map(_bytes, kept.values())), 0)
         for name, state in states.items():
             kept[name].copy_(state)
+
+
+def located(held: Iterable[Held], runs: Iterable[dict[str, Tensor]]) -> Iterator[tuple[Span, dict[str, Tensor]]]:
+    """What lies where in the optimizer's runs: each parameter's span, relative to the run's start, and the run's states.
+
+    held: the buffers of the states; runs: states by name, "weight" among them, in the order of AdamW.runs. The runs of a
+    buffer follow each other from its start, and a parameter is in one of them.
+    """
+    following = iter(runs)
+    for _, spans in held:
+        run: dict[str, Tensor] = {}
+        start = stop = 0
+        for span in spans:
+            while span.stop > stop:
+                run = next(following)
+                start, stop = stop, stop + len(run["weight"])
+            yield span._replace(start=span.start - start, stop=span.stop - start), run
 
 
 def _bytes(tensor: Tensor) -> int:

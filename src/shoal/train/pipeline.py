@@ -33,7 +33,7 @@ class Pipeline:
         schedule = schedule_of(job)
         self.updating, self.mini_batches = schedule.versions != "flush", mini_batches(job)
         one_owner = len(self.chunks) == 1 and not job.model.tied and job.layout.zero < 3 and not job.train.clip
-        assert one_owner or not self.updating, "plan/runnable.py refuses this: a stage cannot update by itself"
+        assert one_owner or not self.updating, "plan/refusals.py refuses this: a stage cannot update by itself"
         self.engine = Engine(
             schedule,
             world.group("pp"),

@@ -11,6 +11,10 @@ class NotFinite(RuntimeError):
     """Too many steps in a row had a loss or gradients that are not finite."""
 
 
+class ReplicasDiffer(RuntimeError):
+    """Ranks that should hold the same bits of a parameter, a state or a buffer do not."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """How a run ended, as this rank saw it. Losses in nats per token, peak_memory in bytes; text: what the model wrote."""

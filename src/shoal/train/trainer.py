@@ -75,9 +75,8 @@ class Trainer:
         self.pieces = pieces_of(job, world.rank)
         stages = chunks_of(job, world.mesh, world.rank)
         crossing = crossing_of(job, world)
-        self.places = (
-            np.arange(job.sequence) if crossing is None else crossing.places(job.sequence)
-        )  # of the tokens here
+        # of the tokens that are here
+        self.places = np.arange(job.sequence) if crossing is None else crossing.places(job.sequence)
         layers, mixture = layers_of(job, world), mixture_of(job, world)
         self.model = Decoder(job.model, self.dtype, world.device, layers, crossing, stages, mixture)
         if drawn:
@@ -165,14 +164,10 @@ class Trainer:
         for place, batch in enumerate(batches):
             with ledger.at(phase="backward", micro_batch=place), self.states.micro_batch(place == 0, place == last):
                 with ledger.at(phase="forward"):
-                    loss = self._loss(batch)
+                    loss = self.model.run(batch)
                 (loss * seed).backward()
             loss_sum += float(loss.detach())
         return loss_sum
-
-    def _loss(self, batch: Batch) -> Tensor:
-        assert batch.targets is not None
-        return self.model.run(batch)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -182,7 +177,7 @@ class Trainer:
             if self.pipeline:
                 loss_sum = self.pipeline.evaluate(batches)
             else:
-                loss_sum = sum(float(self._loss(batch)) for batch in batches)
+                loss_sum = sum(float(self.model.run(batch)) for batch in batches)
             total = self._sum_over_stages(self._sum_over_samples(loss_sum))
             counted = self._sum_over_samples(sum(map(_counted, batches)))
         return total / counted if counted else math.nan

@@ -1,7 +1,6 @@
 """Whole weights out of a run: put together on one rank from the pieces that all keep, and written as one file."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from shoal.comm.world import Group
 from shoal.model.decoder import Decoder
 from shoal.plan.pieces import pieces_of
 from shoal.spec.inventory import buffers
-from shoal.train.files import removed, room_in
+from shoal.train.files import whole
 from shoal.train.trainer import Trainer
 
 
@@ -95,7 +94,5 @@ def one_process(trainer: Trainer, weights: dict[str, Tensor]) -> Decoder:
 
 def save_weights(trainer: Trainer, weights: dict[str, Tensor], path: Path) -> None:
     """Writes parameters under their own names as safetensors; a killed save leaves the old file, if any."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with room_in(path.parent), removed(unfinished):
+    with whole(path) as unfinished:
         save_file(weights, unfinished, metadata={"model": json.dumps(asdict(trainer.job.model))})
-        unfinished.replace(path)

@@ -9,6 +9,7 @@ from shoal.axes.piece import Piece
 from shoal.verify.compare import Record
 
 Held = Mapping[str, np.ndarray]  # by parameter, what one rank holds of it
+Seen = dict[tuple[str, str], tuple[int, bytes]]  # by name and block, the first rank that holds it, and its bits
 
 
 def whole_record(records: Sequence[Record], pieces: Sequence[Sequence[Piece]]) -> Record:
@@ -37,15 +38,14 @@ def assembled(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> dict[s
 
 def disagreement(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> str | None:
     """The first difference, as a line: a block whose bits differ between ranks that keep it, or padding that is not zero."""
-    seen: dict[tuple[str, str], tuple[int, bytes]] = {}
+    seen: Seen = {}
     for rank, (of_rank, kept) in enumerate(zip(held, pieces, strict=True)):
         for piece in kept:
             name = piece.parameter.name
             rest = of_rank[name].copy()
             for there, here in piece.blocks():
-                first, bits = seen.setdefault((name, str(there)), (rank, of_rank[name][here].tobytes()))
-                if of_rank[name][here].tobytes() != bits:
-                    return f"{name} differs between rank {first} and rank {rank}, which should hold the same bits"
+                if strayed := _strayed(seen, name, str(there), rank, of_rank[name][here].tobytes()):
+                    return strayed
                 rest[here] = 0
             if rest.any():
                 return f"{name}: its padding on rank {rank} is not zero"
@@ -54,10 +54,17 @@ def disagreement(held: Sequence[Held], pieces: Sequence[Sequence[Piece]]) -> str
 
 def strayed_buffer(buffers: Sequence[Held]) -> str | None:
     """The first difference between ranks that keep the same buffer, as a line. buffers: whole ones, by rank."""
-    seen: dict[str, tuple[int, bytes]] = {}
+    seen: Seen = {}
     for rank, of_rank in enumerate(buffers):
         for name, buffer in of_rank.items():
-            first, bits = seen.setdefault(name, (rank, buffer.tobytes()))
-            if buffer.tobytes() != bits:
-                return f"{name} differs between rank {first} and rank {rank}, which should hold the same bits"
+            if strayed := _strayed(seen, name, "", rank, buffer.tobytes()):
+                return strayed
     return None
+
+
+def _strayed(seen: Seen, name: str, block: str, rank: int, bits: bytes) -> str | None:
+    """A line if the rank's bits of a block are not those of the first rank that was seen to hold it."""
+    first, expected = seen.setdefault((name, block), (rank, bits))
+    if bits == expected:
+        return None
+    return f"{name} differs between rank {first} and rank {rank}, which should hold the same bits"

@@ -11,7 +11,7 @@ from shoal.launch.pool import Pool
 from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.memory import memory, unknown
 from shoal.plan.pieces import mesh_of, pieces_of
-from shoal.plan.runnable import updates_between
+from shoal.plan.refusals import updates_between
 from shoal.plan.stages import layers_wanted, schedule_of
 from shoal.plan.traffic import step_transfers, times
 from shoal.spec.errors import divisors

@@ -4,6 +4,7 @@ On CUDA in 16 bit all runs are one call of torch's grouped product. Elsewhere a 
 calls shoal's linear kernels: torch's grouped product knows no float64, and on CPUs it is itself a loop over slower ones.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
+from shoal.kernels.swiglu import swiglu_forward, swiglu_gradient
+
+STEP = (
+    64  # rows; oneDNN makes a kernel for each number of rows that it meets, and keeps a thousand of them, about 300 MB
+)
+
+STEP = (
+    64  # rows; oneDNN makes a kernel for each number of rows that it meets, and keeps a thousand of them, about 300 MB
+)
 
 
 class Picks(NamedTuple):
@@ -93,7 +103,7 @@ def forward_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if _one_call(x, weight):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
     y = x.new_empty(len(x), weight.shape[1])
-    for expert, rows in runs(counts):
+    for expert, rows in parts(counts):
         y[rows] = linear(x[rows], weight[expert])
     return y
 
@@ -103,7 +113,7 @@ def input_product(gradient: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if _one_call(gradient, weight):
         return torch._grouped_mm(gradient, weight, offs=_ends(counts))
     y = gradient.new_empty(len(gradient), weight.shape[2])
-    for expert, rows in runs(counts):
+    for expert, rows in parts(counts):
         y[rows] = input_gradient(gradient[rows], weight[expert])
     return y
 
@@ -114,19 +124,24 @@ def weight_product(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         return torch._grouped_mm(gradient.t(), x, offs=_ends(counts))
     y = x.new_empty(len(counts), gradient.shape[1], x.shape[1])
     y[counts == 0] = 0
-    for expert, rows in runs(counts):
-        y[expert] = weight_gradient(gradient[rows], x[rows])
+    begun = None
+    for expert, rows in parts(counts):
+        part = weight_gradient(gradient[rows], x[rows])
+        y[expert] = y[expert] + part if expert == begun else part
+        begun = expert
     return y
 
 
-def runs(counts: Tensor) -> list[tuple[int, slice]]:
-    """(expert, its rows) of every expert that has any."""
-    found, start = [], 0
+def parts(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, rows of it): for every expert that has any its rows up to a multiple of STEP, then the rest."""
+    start = 0
     for expert, count in enumerate(counts.tolist()):
-        if count:
-            found.append((expert, slice(start, start + count)))
+        even = start + count - count % STEP
+        if even > start:
+            yield expert, slice(start, even)
         start += count
-    return found
+        if start > even:
+            yield expert, slice(even, start)
 
 
 def _one_call(*operands: Tensor) -> bool:
@@ -186,7 +201,7 @@ class _GroupedMLP(torch.autograd.Function):
         both = forward_product(x if entries is None else entries.picks.take(x), gate_up, counts)
         ctx.save_for_backward(x, weights, gate_up, down, both, counts)
         ctx.entries, ctx.put_off, ctx.parameters = entries, put_off, (gate_up, down)
-        y = forward_product(_scaled(swiglu(both), weights), down, counts)
+        y = forward_product(_scaled(swiglu_forward(both), weights), down, counts)
         return y if entries is None else entries.picks.add_up(y)
 
     @staticmethod
@@ -195,7 +210,7 @@ class _GroupedMLP(torch.autograd.Function):
         x, weights, gate_up, down, both, counts = ctx.saved_tensors
         picks = None if ctx.entries is None else ctx.entries.picks
         gradient = gradient.contiguous() if picks is None else picks.take(gradient)
-        hidden, d_hidden = swiglu(both), input_product(gradient, down, counts)
+        hidden, d_hidden = swiglu_forward(both), input_product(gradient, down, counts)
         d_weights = None if weights is None else _row_products(d_hidden, hidden, weights.dtype)
         hidden, d_hidden = _scaled(hidden, weights), _scaled(d_hidden, weights)
         d_both = swiglu_gradient(d_hidden, both)
@@ -216,22 +231,6 @@ class _GroupedMLP(torch.autograd.Function):
                 ctx.put_off.add(parameter, compute, *inputs)
             d_parameters.append(compute(*inputs) if needed and ctx.put_off is None else None)
         return d_x if picks is None else picks.add_up(d_x), d_weights, *d_parameters, None, None
-
-
-def swiglu(both: Tensor) -> Tensor:
-    """silu(gate) * up of both (n, gate | up)."""
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def swiglu_gradient(gradient: Tensor, both: Tensor) -> Tensor:
-    """The gradient of gate | up (n, 2f) from that of silu(gate) * up (n, f)."""
-    gate, up = both.chunk(2, dim=-1)
-    d_both = torch.empty_like(both)
-    d_gate, d_up = d_both.chunk(2, dim=-1)
-    torch.ops.aten.silu_backward.grad_input(torch.mul(gradient, up, out=d_gate), gate, grad_input=d_gate)
-    torch.ops.aten.silu.out(gate, out=d_up).mul_(gradient)
-    return d_both
 
 
 def _scaled(x: Tensor, weights: Tensor | None) -> Tensor:

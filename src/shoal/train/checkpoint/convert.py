@@ -1,7 +1,6 @@
 """Whole weights out of a checkpoint, without any ranks: one parameter at a time, into one safetensors file."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from shoal.spec.job import Job
 from shoal.train.checkpoint.folder import opened
 from shoal.train.checkpoint.index import Index
 from shoal.train.checkpoint.tensors import DTYPES, Entry, Lies, read_tensor, write_tensors
-from shoal.train.files import removed, room_in
+from shoal.train.files import whole
 
 
 def convert(path: Path, index: Index, out: Path, dtype: str = "") -> int:
@@ -25,11 +24,9 @@ def convert(path: Path, index: Index, out: Path, dtype: str = "") -> int:
     """
     job = job_from_tree(index.job)
     entries = sorted(_entries(index, dtype or job.train.dtype), key=lambda entry: -DTYPES[entry[1].dtype].itemsize)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     tensors = (_whole(path, index, name).to(DTYPES[entry.dtype]) for name, entry in entries)
-    with room_in(out.parent), removed(unfinished):
+    with whole(out) as unfinished:
         file, _ = write_tensors(unfinished, [entry for _, entry in entries], tensors, _metadata(job))
-        unfinished.replace(out)
     return file.size
 
 

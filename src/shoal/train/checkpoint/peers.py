@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shoal.comm.gloo import gloo
 from shoal.comm.world import World
 
 T = TypeVar("T")
@@ -18,15 +19,17 @@ class Peers:
     """The ranks of `world`; made, used and closed by all of them in one order."""
 
     def __init__(self, world: World):
-        self.rank, self.size = world.rank, world.size
-        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self.rank, self.size, self.calls = world.rank, world.size, world.calls()
+        self.group = dist.new_group(backend=gloo(), timeout=world.timeout) if world.size > 1 else None
 
     def everyone(self, value: T) -> list[T]:
         """What each rank passed, by rank."""
         values: list[Any] = [value]
         if self.group is not None:
             values = [None] * self.size
+            call = self.calls.begin("all_gather")
             dist.all_gather_object(values, value, group=self.group)
+            call.done()
         return values
 
     def decide(self, value: Any, decision: Callable[[list[Any]], list[T]]) -> T:
@@ -35,9 +38,11 @@ class Peers:
             return decision([value])[0]
         leads = self.rank == 0
         values = [None] * self.size if leads else None
+        call = self.calls.begin("gather")
         dist.gather_object(value, values, dst=0, group=self.group)
         answer: list[Any] = [None]
         dist.scatter_object_list(answer, decision(values) if values is not None else None, src=0, group=self.group)
+        call.done()
         return answer[0]
 
     def close(self) -> None:

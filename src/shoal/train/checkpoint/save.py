@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import save as plan_and_write
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shoal.comm.whereabouts import SAVE
 from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
 from shoal.train.checkpoint.folder import unfinished
@@ -69,7 +70,11 @@ class Saver:
 
     def wait(self) -> None:
         """Returns when no save is under way. Raises RequestError when one has failed."""
-        self.finish()
+        if self._thread is not None:
+            call = self.peers.calls.begin(SAVE)
+            self.finish()
+            if self._failure is None:
+                call.done()
         self.poll()
 
     def finish(self) -> None:
@@ -80,7 +85,8 @@ class Saver:
 
     def _run(self, step: int, parts: Sequence[Part], describe: Describe) -> None:
         try:
-            self._write(step, parts, describe)
+            with self.trainer.world.ledger.whereabouts.saving(step):
+                self._write(step, parts, describe)
         except BaseException as error:
             if self.peers.rank == 0:
                 shutil.rmtree(unfinished(self.folder, step), ignore_errors=True)
@@ -90,7 +96,7 @@ class Saver:
         alone = self.peers.group is None
         if alone:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, and rightly
-        writer = Writer(self.folder, step, self.keep, describe)
+        writer = Writer(self.folder, step, self.keep, describe, self.trainer.world.ledger.whereabouts)
         plan_and_write(
             {}, storage_writer=writer, planner=SavePlanner(parts), process_group=self.peers.group, no_dist=alone
         )

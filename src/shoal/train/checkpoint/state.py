@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shoal.axes.piece import Span
 from shoal.train.checkpoint.boxes import boxes, strides_of
+from shoal.train.optimizer import located
 from shoal.train.trainer import Trainer
 
 Key = tuple[str, tuple[int, ...]]  # the name of a whole tensor, and where in it a part begins
@@ -56,7 +56,7 @@ def settle(trainer: Trainer, updates: int) -> None:
 
 def _parameters(trainer: Trainer) -> Iterator[Part]:
     pieces = {piece.parameter.name: piece for piece in trainer.pieces}
-    for span, kept in _spans(trainer):
+    for span, kept in located(trainer.states.held(), trainer.optimizer.kept()):
         piece = pieces[span.name]
         strides = strides_of(piece.shape)
         for box in boxes(piece, span.first, span.first + span.stop - span.start):
@@ -64,22 +64,6 @@ def _parameters(trainer: Trainer) -> Iterator[Part]:
                 start = run.storage_offset() + span.start + box.at - span.first
                 view = run.as_strided(box.sizes, strides, start)
                 yield Part(f"{kind}/{span.name}", piece.parameter.shape, box.offsets, view)
-
-
-def _spans(trainer: Trainer) -> Iterator[tuple[Span, dict[str, Tensor]]]:
-    """What lies in each run of the optimizer, relative to its start, and the run's states.
-
-    The runs of a buffer follow each other from its start, and a parameter is in one of them.
-    """
-    runs = iter(trainer.optimizer.kept())
-    for _, spans in trainer.states.held():
-        run: dict[str, Tensor] = {}
-        start = stop = 0
-        for span in spans:
-            while span.stop > stop:
-                run = next(runs)
-                start, stop = stop, stop + len(run["weight"])
-            yield span._replace(start=span.start - start, stop=span.stop - start), run
 
 
 def _buffers(trainer: Trainer) -> Iterator[Part]:

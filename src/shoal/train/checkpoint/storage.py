@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shoal.comm.whereabouts import NOWHERE, Nowhere
 from shoal.train.checkpoint.folder import begin, commit, opened, prune, unfinished
 from shoal.train.checkpoint.index import WIDTHS, Chunk, File, Index, Stored, write_index
 from shoal.train.checkpoint.state import Key, key_of
@@ -36,11 +37,11 @@ Describe = Callable[[tuple[File, ...], dict[str, Stored]], Index]
 class Writer(StorageWriter):
     """Writes the checkpoint of a step into `folder`, and deletes all but the `keep` newest when it is complete.
 
-    describe: makes the index from the files and what lies in them.
+    describe: makes the index from the files and what lies in them. whereabouts: is told when this rank writes.
     """
 
-    def __init__(self, folder: Path, step: int, keep: int, describe: Describe):
-        self.folder, self.step, self.keep, self.describe = folder, step, keep, describe
+    def __init__(self, folder: Path, step: int, keep: int, describe: Describe, whereabouts: Nowhere = NOWHERE):
+        self.folder, self.step, self.keep, self.describe, self.whereabouts = folder, step, keep, describe, whereabouts
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """One writer writes one checkpoint."""
@@ -69,7 +70,8 @@ class Writer(StorageWriter):
         items = sorted(plan.items, key=lambda item: -WIDTHS[_entry(item).dtype])
         path = unfinished(self.folder, self.step) / f"rank-{plan.storage_data:05d}.safetensors"
         entries = [_entry(item) for item in items]
-        file, lies = write_tensors(path, entries, (_on_cpu(planner, item) for item in items))
+        with self.whereabouts.writing():
+            file, lies = write_tensors(path, entries, (_on_cpu(planner, item) for item in items))
         future.set_result(
             [
                 WriteResult(item.index, prod(entry.shape) * WIDTHS[entry.dtype], (file, place))
@@ -101,8 +103,9 @@ class Writer(StorageWriter):
             ]
             assert sum(prod(chunk.sizes) for chunk in chunks) == prod(entry.size), f"{name} is not covered"
             tensors[name] = Stored(NAMES[entry.properties.dtype], tuple(entry.size), tuple(chunks))
-        commit(self.folder, self.step, write_index(self.describe(tuple(files), tensors)))
-        prune(self.folder, self.keep)
+        with self.whereabouts.writing():
+            commit(self.folder, self.step, write_index(self.describe(tuple(files), tensors)))
+            prune(self.folder, self.keep)
 
 
 class Reader(StorageReader):
