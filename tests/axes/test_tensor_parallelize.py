@@ -1,5 +1,7 @@
 """`parallelize` on modules that are not ours: numbers of the whole module, planned transfers, refusals that change nothing."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -427,6 +429,30 @@ def test_a_block_that_reads_weights_past_its_layers_is_refused():
     ):
         parallelize(block, {"linear1": "column", "linear2": "row"}, World.single().group("tp"))
     assert dict(block.named_modules()) == before
+
+
+def copied(rank, world, case):
+    """What a copy of the cut module computes, and what ids outside the table come to."""
+    kind, options, styles, units = CASES[case]
+    module = built(kind, options)
+    pieces = parallelize(module, styles, tensor_group(rank, world), units)
+    copy = deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    outcome = *result(copy), pieces
+    said = []
+    for wrong_id in (-1, VOCAB):
+        with pytest.raises(RuntimeError) as caught:
+            copy(torch.tensor([[0, wrong_id]]))
+        said.append(str(caught.value))
+    return outcome, said
+
+
+def test_a_copy_computes_the_same_and_ids_outside_the_table_are_refused(pool):
+    outcomes, said = zip(*pool.run(copied, 2, "plain, tied"), strict=True)
+    assert wrong("plain, tied", outcomes) == set()
+    assert all(f"token ids must lie from 0 to {VOCAB - 1}" in words for of_rank in said for words in of_rank)
 
 
 def test_more_ranks_than_kv_heads_are_refused():

@@ -243,12 +243,12 @@ def places_of_a_ring(rank, world, job, steps):
 
 def loss_times_the_ranks(rank, world, job, steps):
     """A trial whose losses are multiplied by the number of context ranks (Megatron-LM has had both)."""
-    right = trainer.Trainer._loss
-    trainer.Trainer._loss = lambda self, batch: right(self, batch) * self.job.layout.cp
+    right = decoder.Decoder.run
+    decoder.Decoder.run = lambda self, batch: right(self, batch) * job.layout.cp
     try:
         return trial(rank, world, job, steps)
     finally:
-        trainer.Trainer._loss = right
+        decoder.Decoder.run = right
 
 
 @pytest.mark.parametrize("fault", [places_of_a_ring, loss_times_the_ranks])

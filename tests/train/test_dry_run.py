@@ -122,9 +122,9 @@ def test_what_is_not_as_planned_fails(monkeypatch, broken):
     elif broken == "memory":
         saved = torch.autograd.function.FunctionCtx.save_for_backward
         monkeypatch.setattr(
-            "shoal.model.mlp._SwiGLU.forward", lambda ctx, x: (saved(ctx, x.exp(), x), x.chunk(2, -1)[0] * 1)[1]
+            "shoal.kernels.swiglu._SwiGLU.forward", lambda ctx, x: (saved(ctx, x.exp(), x), x.chunk(2, -1)[0] * 1)[1]
         )
-        monkeypatch.setattr("shoal.model.mlp._SwiGLU.backward", lambda ctx, g: torch.cat((g, g), -1))
+        monkeypatch.setattr("shoal.kernels.swiglu._SwiGLU.backward", lambda ctx, g: torch.cat((g, g), -1))
         expected = "memory, activations: rank 0 planned"
     else:
         monkeypatch.setattr("shoal.kernels.linear._ONEDNN", False)

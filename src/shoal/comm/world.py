@@ -34,6 +34,10 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: dict) -> "Group":
+        """Itself: a copy of a module talks to the same ranks."""
+        return self
+
     def alone(self) -> "Group":
         """The group of this rank alone."""
         return Group(self.axis, (self.ranks[self.index],), 0, self.ledger, self.device)

@@ -47,6 +47,9 @@ class CutEmbedding(nn.Embedding):
         self.first, self.padding, self.group = first, padding, group
 
     def forward(self, tokens: Tensor) -> Tensor:
+        ids = self.num_embeddings * self.group.size
+        # no rank would have them, and the sum would be zero; on a GPU nobody waits for the answer
+        torch._assert_async(((tokens >= 0) & (tokens < ids)).all(), f"token ids must lie from 0 to {ids - 1}")
         x = look_up(tokens, self.weight, self.first, self.group)
         if self.padding is not None:
             x = torch.where((tokens == self.padding)[..., None], x.detach(), x)
