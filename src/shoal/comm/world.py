@@ -35,8 +35,11 @@ class Group:
         return len(self.ranks)
 
     def __deepcopy__(self, memo: dict) -> "Group":
-        """Itself: a copy of a module talks to the same ranks."""
-        return self
+        """Refused: copies lose the hooks of their parameters, and with them sums over the ranks."""
+        raise TypeError(
+            "a module whose weights are cut over ranks cannot be copied; a second one that is made and cut alike, with "
+            "load_state_dict, would do"
+        )
 
     def alone(self) -> "Group":
         """The group of this rank alone."""
