@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests that start, stop and kill whole runs have the machine to themselves; those that compute share its cores, two by two.
+ALONE := tests/cli tests/launch $(addprefix tests/train/test_,faults.py restarts.py checkpoint_kills.py checkpoint_run.py)
+
 .PHONY: setup demo test check clean
 
 setup: .venv/ready
@@ -21,7 +24,8 @@ demo: setup
 	$(BIN)/shoal train benchmarks/demo.toml --out runs/demo
 
 test: setup .venv/weights
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 check: setup
 	$(BIN)/ruff check .
