@@ -1,6 +1,7 @@
 """ZeRO and hybrid shard running: every stage against plain torch, and every promise of bytes, order and memory."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -46,14 +47,21 @@ def fitting(layout, model, **changes):
     return replace(asked, train=replace(asked.train, batch=24)) if asked.layout.dp == 3 else asked
 
 
+@cache
+def truth(model, batch):
+    """What plain torch trains. The layout does not matter to it."""
+    alone = job("dp=1", MODELS[model])
+    return plain_torch(replace(alone, train=replace(alone.train, batch=batch)))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_stage_trains_what_plain_torch_trains_and_sends_what_is_planned(pool, layout, model):
     """Tied embeddings, dropout, biases; sizes that no group divides. Numbers to 1e-10 after 5 AdamW steps, bytes exact."""
     asked = fitting(layout, MODELS[model])
     records = pool.run(trial, asked.layout.world, asked, STEPS)
-    errors = compare(records[0], plain_torch(asked))
-    assert {kind: error for kind, error in errors.items() if error.value > 1e-10} == {}
+    errors = compare(records[0], truth(model, asked.train.batch))
+    assert {kind: error for kind, error in errors.items() if not error.value <= 1e-10} == {}
     assert differing(asked, records) is None
     world = range(asked.layout.world)
     rows = audit([times(step_transfers(asked, rank), STEPS) for rank in world], [r.transfers for r in records])
