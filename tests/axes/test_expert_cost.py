@@ -121,6 +121,16 @@ def test_what_one_sends_another_receives(duplicate_free):
 
 def test_capacity_is_rounded_up():
     assert cost.capacity(1.0, 8, 2, 5) == 4 and cost.capacity(1.25, 64, 2, 8) == 20
+    assert cost.capacity(1e-05, 8, 2, 5) == 1
+
+
+def test_capacity_is_not_rounded_up_from_what_floats_add():
+    """1.1 x 100 / 10 is 11.000000000000002 in floats; with a tenth in the factor and tokens that divide, it is exact."""
+    for tenths in range(1, 40):
+        for mean in (1, 10, 30, 70):
+            expected = -(-tenths * mean // 10)
+            assert cost.capacity(tenths / 10, mean * 8, 1, 8) == expected
+            assert cost.capacity(tenths / 10, mean * 4, 2, 8) == expected
 
 
 def test_experts_memory_is_divided():

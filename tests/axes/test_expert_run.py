@@ -2,11 +2,14 @@
 
 import math
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from moe_reference import token_by_token, weights_of
-from shoal.axes.expert.grouped import Entries, forward_product, input_product, parts, weight_product
+from shoal.axes.expert.grouped import STEP, Entries, forward_product, input_product, parts, weight_product
 from shoal.axes.expert.run import Load, MixtureOfExperts, collect_loads, update_bias
 from shoal.comm.world import World
 from shoal.kernels.linear import PutOff
@@ -158,8 +161,17 @@ def test_torchs_grouped_product_computes_what_the_loop_computes(dtype, counts, m
     )  # fmt: skip
     for ours, theirs in zip(loop, grouped, strict=True):
         assert relative(ours.double(), theirs.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
-    assert sum(rows.stop - rows.start for _, rows in parts(counts)) == n
     assert (loop[2][counts == 0] == 0).all()
+
+
+@hypothesis.given(st.lists(st.integers(0, 400), max_size=8))
+def test_experts_rows_are_cut_into_few_lengths(counts):
+    """Every row once, in order, with its own expert; whatever the routing, no more than STEP - 1 odd lengths."""
+    cut = list(parts(torch.tensor(counts, dtype=torch.int64)))
+    rows = [(expert, row) for expert, of in cut for row in range(of.start, of.stop)]
+    assert rows == list(zip(np.repeat(np.arange(len(counts)), counts).tolist(), range(sum(counts)), strict=True))
+    lengths = [of.stop - of.start for _, of in cut]
+    assert all(length > 0 and (length < STEP or length % STEP == 0) for length in lengths)
 
 
 def test_large_float32_products_go_through_the_linear_kernels():

@@ -148,6 +148,14 @@ def test_every_layout_trains_what_plain_torch_trains(pool, world):
         check(job, records)
 
 
+@pytest.mark.parametrize(("mixture", "text"), [("k=2", "tp=4,ep=4"), ("k=8", "tp=4,ep=2,dedup"), ("k=2", "tp=4")])
+@pytest.mark.parametrize("sequence", [1, 3])
+def test_tensor_ranks_that_are_left_without_tokens_take_part(pool, mixture, text, sequence):
+    """Where experts are not cut, tensor ranks share tokens out, and of fewer tokens than ranks some get none."""
+    job = asked(mixture, text, batch=2)
+    assert verify(replace(job, data=replace(job.data, sequence=sequence)), steps=2, pool=pool).failures == []
+
+
 def test_so_do_sixteen_ranks():
     jobs = [asked(*case) for case in CASES[16]]
     with Pool(16) as pool:

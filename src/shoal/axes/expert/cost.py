@@ -8,6 +8,7 @@ its tokens use, negative where a choice was dropped; T may differ between ranks.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -29,8 +30,8 @@ def tokens_per_expert(tokens: float, top_k: float, experts: float, ranks: float)
 
 
 def capacity(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """Tokens that an expert takes of a scope of `tokens` (EP-5)."""
-    return math.ceil(factor * tokens * top_k / experts)
+    """Tokens that an expert takes of a scope of `tokens` (EP-5): exact, as 1.1 x 100 / 10 in floats is more than 11."""
+    return math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
 
 
 def load(chosen: Sequence[np.ndarray], experts: int) -> np.ndarray:

@@ -15,13 +15,7 @@ from torch.autograd.function import once_differentiable
 from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
 from shoal.kernels.swiglu import swiglu_forward, swiglu_gradient
 
-STEP = (
-    64  # rows; oneDNN makes a kernel for each number of rows that it meets, and keeps a thousand of them, about 300 MB
-)
-
-STEP = (
-    64  # rows; oneDNN makes a kernel for each number of rows that it meets, and keeps a thousand of them, about 300 MB
-)
+STEP = 64  # rows; oneDNN makes a kernel for each number of rows, and keeps a thousand of them, about 300 MB
 
 
 class Picks(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoal.axes.expert.cost import capacity
 from shoal.comm import collectives
 from shoal.comm.world import Group
 from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
@@ -132,14 +133,14 @@ def within_capacity(experts: Tensor, spec: MoESpec, sequences: int, order: Tenso
     places = collectives.all_gather(places.view(scopes, own), same_scope, dim=1)
     chosen = collectives.all_gather(experts.to(torch.int32).view(scopes, own, k), same_scope, dim=1)
     total = places.shape[1]
-    capacity = math.ceil(spec.capacity * total * k / spec.experts)
+    limit = capacity(spec.capacity, total, k, spec.experts)
 
     by_place = places.argsort(dim=1)
     scope = torch.arange(scopes, device=experts.device)[:, None, None]
     cells = (scope * spec.experts + chosen.gather(1, by_place[..., None].expand(-1, -1, k))).flatten()
     earlier = _earlier(cells, scopes * spec.experts).view(scopes, total, k)
     full = torch.empty_like(earlier, dtype=torch.bool)
-    full.scatter_(1, by_place[..., None].expand(-1, -1, k), earlier >= capacity)
+    full.scatter_(1, by_place[..., None].expand(-1, -1, k), earlier >= limit)
     mine = full.narrow(1, same_scope.index * own, own).reshape(-1, k)
     return experts.masked_fill(mine, DROPPED)
 

@@ -131,9 +131,9 @@ class MixtureOfExperts(nn.Module):
             self._count(routing.experts, experts, auxiliary)
 
         whole = self._enter(x)
-        weights = self._enter(routing.weights.view(b, s, -1))
+        weights = self._enter(routing.weights.view(b, s, spec.top_k))  # no -1: s may be 0
         if ranks.sequence:
-            experts = collectives.all_gather(experts.to(torch.int32).view(b, s, -1), ranks.etp, SEQUENCE)
+            experts = collectives.all_gather(experts.to(torch.int32).view(b, s, spec.top_k), ranks.etp, SEQUENCE)
         self._note(experts.reshape(-1, spec.top_k))
         y = routed_mlp(
             whole.reshape(-1, h),
