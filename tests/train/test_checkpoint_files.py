@@ -135,6 +135,14 @@ def test_a_hostile_checkpoint_runs_nothing(job, tmp_path):
     assert trap.exists(), "the trap works"
 
 
+def half_twice(tensors):
+    """Halves of a matrix that one chunk had: the first one two times, and the second never."""
+    _, (rows, columns), chunks = tensors["weight/blocks.0.mlp.down.weight"]
+    [[offsets, _, *rest]] = chunks
+    assert columns % 2 == 0
+    chunks[:] = [[offsets, [rows, columns // 2], *rest]] * 2
+
+
 LIES = {
     "a path out of the folder": lambda body: body["files"][0].update(name="../../other/rank-00000.safetensors"),
     "an absolute path": lambda body: body["files"][0].update(name="/etc/passwd"),
@@ -148,6 +156,7 @@ LIES = {
     "a loss that is text": lambda body: body["progress"].update(loss="__import__('os')"),
     "tensors that are a number": lambda body: body.update(tensors=3),
     "a hole": lambda body: body["tensors"]["weight/embedding.weight"][2].pop(),
+    "as many elements as there should be, half of them twice": lambda body: half_twice(body["tensors"]),
 }
 
 

@@ -113,3 +113,15 @@ def test_a_job_as_it_is_runs_with_its_own_odd_sizes(capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] and document["ran"].endswith("ffn 51, vocabulary 259; 2 x 10 tokens, float64")
     assert document["ran"].startswith("tiny: 3 layers, hidden 64, 4 heads, 2 KV heads")
+
+
+@pytest.mark.parametrize("words", [[], ["--as-is"]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_job_file_that_a_run_leaves_is_verified_in_float64(words, dtype, tmp_path, capsys):
+    """It names every field, the type of the weights too: nobody asked for that one here."""
+    small = ["--model", "tiny", "--data.sequence", "8", "--train.batch", "4", "--dtype", dtype]
+    assert main(["train", "--layout", "dp=2,zero=1", *small, "--dump-config"]) == 0
+    (tmp_path / "job.toml").write_text(capsys.readouterr().out)
+    assert main(["verify", str(tmp_path / "job.toml"), *words, "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("dp=2,zero=1 on ") and "8 tokens, float64" in shown

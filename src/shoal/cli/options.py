@@ -103,11 +103,17 @@ def read_job(arguments: argparse.Namespace, base: dict | None = None, ranks: int
 
 def given_fields(arguments: argparse.Namespace) -> set[str]:
     """The dotted names of the fields that a person gave, by file or option; a preset counts as model.preset."""
-    given = vars(arguments)
-    file = read_toml(given["job"]) if given.get("job") else {}
+    job = vars(arguments).get("job")
+    file = read_toml(job) if job else {}
     names = {f"{section}.{field}" for section, fields in file.items() if isinstance(fields, dict) for field in fields}
+    return names | given_options(arguments)
+
+
+def given_options(arguments: argparse.Namespace) -> set[str]:
+    """Those of them that a person gave by option."""
+    given = vars(arguments)
     options = {SHORT.get(name, name) for name, value in given.items() if value is not None}
-    names |= {name for name in options if "." in name}  # beside these there are options that are no fields
+    names = {name for name in options if "." in name}  # beside these there are options that are no fields
     return names | ({"model.preset"} if given.get("model") else set())
 
 

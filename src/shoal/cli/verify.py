@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli import matrix
-from shoal.cli.options import add_job_options, given_fields, print_json, read_job
+from shoal.cli.options import add_job_options, given_fields, given_options, print_json, read_job
 from shoal.cli.train import BASE as TRAIN_BASE
 from shoal.plan.refusals import REFUSALS, refuse
 from shoal.plan.stages import check_pipeline
@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             "machine.device", "machine.device = cuda: shoal verify computes on the CPU; auto or cpu would do"
         )
     given = given_fields(arguments)
-    if "train.dtype" in given and job.train.dtype != "float64":
+    # a job file, as every run leaves one, says how the job trains; an option, how it is to be verified
+    if "train.dtype" in given_options(arguments) and job.train.dtype != "float64":
         raise RequestError(
             "train.dtype",
             f"train.dtype = {job.train.dtype}: shoal verify tells rounding from faults in float64 alone; float64 would do",

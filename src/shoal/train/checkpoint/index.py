@@ -6,8 +6,10 @@ It is JSON and not the pickle that torch's own checkpoints carry, since a pickle
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import isfinite, nan, prod
 from pathlib import Path
 from typing import Any
@@ -161,9 +163,22 @@ def _stored(entry: Any, files: tuple[File, ...]) -> Stored:
         file = files[chunk.file]
         if not inside or chunk.at < file.head or chunk.at + stored.size(chunk) > file.size:
             raise ValueError
-    if sum(prod(chunk.sizes) for chunk in stored.chunks) != prod(stored.shape):
-        raise ValueError
+    whole = (tuple(0 for _ in stored.shape), stored.shape)
+    if _corners((chunk.offsets, chunk.sizes) for chunk in stored.chunks) != _corners([whole]):
+        raise ValueError  # somewhere there is no chunk, or more than one
     return stored
+
+
+def _corners(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[tuple[int, ...], int]:
+    """Signs of the corners of (offsets, sizes), summed where they meet: equal for two sets of boxes only where these cover
+    every element equally often, as the corners are the differences, along all dimensions, of how often that is.
+    """
+    signs: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        for ends in product((0, 1), repeat=len(sizes)):
+            corner = tuple(offset + end * size for offset, end, size in zip(offsets, ends, sizes, strict=True))
+            signs[corner] += (-1) ** sum(ends)
+    return {corner: sign for corner, sign in signs.items() if sign}
 
 
 def _chunk(offsets: Any, sizes: Any, file: Any, at: Any, check: Any) -> Chunk:
