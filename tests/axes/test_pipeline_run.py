@@ -17,6 +17,7 @@ from shoal.axes.pipeline.evaluation import forward_only
 from shoal.axes.pipeline.live import peaks
 from shoal.axes.pipeline.mail import UNDER_WAY
 from shoal.axes.pipeline.run import Engine
+from shoal.axes.pipeline.schedules.files import from_csv
 from shoal.axes.pipeline.schedules.registry import make
 from shoal.axes.pipeline.stash import Versions
 from shoal.axes.recompute.run import Cheap, recomputed, remade
@@ -369,3 +370,20 @@ def test_pipedream_without_its_stash_is_caught(pool):
     results = pool.run(pipedream, p, "pipedream", m, False, timeout=60)
     assert error(results, weights) > 1e-6
     assert error(results[-1:], weights[-1:]) > 1e-6, "the last stage has no delay of its own, yet its inputs differ"
+
+
+@pytest.mark.parametrize(
+    ("steps", "fault"),
+    [
+        ("F0", "rank 0 has no B, and no I, for micro-batch 0"),
+        ("F0,B0,B0", "rank 0, position 2, B0: it stands at position 1 already"),
+        ("B0,F0", "rank 0, position 0, B0 waits for rank 0, position 1, F0"),
+        ("F0,B0,W0", "rank 0, position 2, W0 repeats a part of its B"),
+        ("F0,B0,F1", "rank 0, position 2, F1: there is no micro-batch 1"),
+    ],
+)
+def test_the_engine_refuses_a_schedule_that_is_not_sound(steps, fault):
+    """Before anything runs, whoever made it: no rank waits for what never comes."""
+    schedule = from_csv(f"schedule,mine\nversions,flush\nroute,0.0\nmicro-batches,0\nrank,{steps}\n")
+    with pytest.raises(ValueError, match=fault):
+        Engine(schedule, World.single().group("pp"), [Stage(0, 1)], (B, S, H), torch.float64)

@@ -1,5 +1,7 @@
 """Schedules as lists: what each rank does in which order, where stages live, what a layout must be, and the CSV form."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -227,3 +229,39 @@ def test_groups_by_hand():
     chunks = [x.chunk for x in schedule.instructions(3) if x.kind == "F"]
     assert chunks == [0] * 4 + [1] * 4 + [0] * 2 + [1] * 2
     assert all(a <= b for a, b in pairwise(x.micro_batch for x in schedule.orders[0][:4]))
+
+
+def test_csv_as_a_spreadsheet_leaves_it(tmp_path):
+    """With a byte order mark, rows padded to equal lengths, and Windows' ends of lines."""
+    schedule = make("1f1b", 2, 3)
+    rows = to_csv(schedule).splitlines()
+    padded = "".join(row + "," * (max(map(len, rows)) - len(row)) + "\r\n" for row in rows)
+    (tmp_path / "mine.csv").write_bytes(b"\xef\xbb\xbf" + padded.encode())
+    assert make(str(tmp_path / "mine.csv"), 2, 3) == schedule
+
+
+@pytest.mark.parametrize("groups", [[4, 3], [4, 4, 4], [8, 0], [9, -1]])
+def test_groups_that_are_not_all_micro_batches_are_refused(groups):
+    with pytest.raises(ValueError, match=r"groups .* are not 8 micro-batches; 4-4 would do"):
+        interleaved(4, 8, 2, groups)
+
+
+def test_a_schedule_is_called_what_it_was_asked_for():
+    for name in names():
+        assert make(name, 4, 8).name == name
+
+
+def test_what_the_room_offers_is_enough_to_write_check_and_time_a_schedule():
+    """Without torch, and by the names one would look for first."""
+    program = """
+import sys
+from shoal.axes.pipeline import B, F, Recipe, BUILT_IN, Schedule, check, make, one_chunk_per_rank, peaks, simulate
+from shoal.axes.pipeline import from_csv, stage_times, to_csv
+def mine(p, m):
+    return Schedule("mine", [[x for i in range(m) for x in (F(i), B(i))]] * p, one_chunk_per_rank(p), [0] * m)
+schedule = make("mine", 4, 8, known={**BUILT_IN, "mine": Recipe(mine)})
+check(schedule)
+assert simulate(schedule, stage_times(schedule, 1, 2)).makespan == 96 and peaks(schedule) == [1] * 4
+assert from_csv(to_csv(schedule)) == schedule and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

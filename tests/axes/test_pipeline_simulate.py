@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -336,3 +337,26 @@ def test_flush_has_one_version():
     schedule = make("1f1b", 4, 8)
     assert {(use.forward, use.backward, use.latest) for use in uses(schedule)} == {(0, 0, 0)}
     assert set(live_versions(schedule, Place(0, 0))) == {1}
+
+
+@pytest.mark.parametrize(
+    ("times", "fault"),
+    [
+        ({"forward": [1, 2]}, "forward has 2 times, the schedule 4 stages; one time or 4 would do"),
+        ({"recompute": []}, "recompute has 0 times"),
+        ({"backward": -1}, "backward = -1.0.* 0 or more would do"),
+        ({"update": float("nan")}, "update = nan"),
+        ({"forward": [1, 1, float("inf"), 1]}, "forward = 1, 1, inf, 1 is no time"),
+        ({"backward": [2, 2, 2, 1], "weight": 1.5}, "weight is a part of backward, but longer in stage 3"),
+        ({"hidden": 1.5}, "hidden = 1.5 is no share; 0 to 1 would do"),
+    ],
+)
+def test_times_that_are_none_are_refused(times, fault):
+    with pytest.raises(ValueError, match=fault):
+        stage_times(make("1f1b", 4, 8), **times)
+
+
+def test_times_may_come_from_numpy():
+    schedule = make("1f1b", 4, 8)
+    measured = np.array([1, 1, 1, 1], np.float32)
+    assert simulate(schedule, stage_times(schedule, measured, np.float32(2))).makespan == 33

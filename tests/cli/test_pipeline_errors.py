@@ -27,6 +27,8 @@ FILES = {
     "rank,F0,F1.1,B0,B1.1\nrank,F0,B0,F1.1,B1.1\n",
     "uneven routes": "schedule,mine\nversions,flush\nroute,0.0,1.0\nroute,1.1,0.1\nmicro-batches,0,0\n"
     "rank,F0,F1,B0,B1\nrank,F0,B0,F1,B1\n",
+    "copies with ends apart": "schedule,mine\nversions,flush\nroute,0.0,2.0,3.0,1.0\nroute,3.1,1.1,0.1,2.1\n"
+    "micro-batches,0,1\nrank,F0,F1.1,B1.1,B0\nrank,F1.1,F0,B0,B1.1\nrank,F0,F1.1,B1.1,B0\nrank,F1.1,F0,B0,B1.1\n",
     "ends inside": "schedule,mine\nversions,flush\nroute,1.0,0.0,2.0\nmicro-batches,0\nrank,F0,B0\nrank,F0,B0\nrank,F0,B0\n",
 }
 FOR_TWO = "pp=2,micro_batches=2,schedule="
@@ -63,6 +65,11 @@ BOTH = {  # of train and verify: what is asked for; the field at fault; what the
     "a rank without a stage": (f"{FOR_TWO}{{idle rank}}", SCHEDULE, "gives rank 1 no stage"),
     "copies on one rank": (f"{FOR_TWO}{{copies side by side}}", SCHEDULE, "mirror image; one route would do"),
     "unequal copies": (f"{FOR_TWO}{{uneven routes}}", SCHEDULE, "half of the micro-batches"),
+    "tied ends of copies apart": (
+        "pp=4,micro_batches=2,schedule={copies with ends apart}",
+        SCHEDULE,
+        "the ends of a tied model at 0.0 and 1.0; both on one rank, or on ranks 0 and 3, would do",
+    ),
     "tied ends inside": (
         "pp=3,micro_batches=1,schedule={ends inside}",
         SCHEDULE,

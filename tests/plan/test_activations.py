@@ -21,7 +21,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 from shoal.train.trainer import Trainer
 from shoal.verify.trial import MadeUpBatches
-from shoal.verify.verify import small_job
+from shoal.verify.verify import small_job, verify
 
 
 def job(layout, preset="tiny", **data):
@@ -185,3 +185,14 @@ def test_a_pipeline_keeps_block_inputs_and_one_block():
         assert activation_bytes(plain, rank) == m * blocks * block.kept
         assert activation_bytes(again, rank) == m * blocks * one_input + block.kept - one_input
     assert activation_bytes(replace(plain, layout=replace(plain.layout, schedule="1f1b")), 1) == 3 * blocks * block.kept
+
+
+@pytest.mark.parametrize("backwards", ["B0,I0.1,W0.1", "I0,W0,B0.1", "I0,B0.1,W0"])
+def test_a_rank_may_split_the_backward_of_one_chunk_alone(pool, tmp_path, backwards):
+    """What is put off waits in the chunks that have a W, and nowhere else; as measured, with blocks computed again."""
+    (tmp_path / "mine.csv").write_text(
+        "schedule,mine\nversions,flush\nroute,0.1,0.0,1.1,1.0\nmicro-batches,0\n" + f"rank,F0.1,F0,{backwards}\n" * 2
+    )
+    layout = {"pp": 2, "micro_batches": 1, "schedule": str(tmp_path / "mine.csv"), "recompute": "full"}
+    verdict = verify(job(layout), pool=pool)
+    assert verdict.failures == [] and not verdict.uncounted

@@ -45,8 +45,9 @@ def activation_bytes(job: Job, rank: int, ends: tuple[int, int] = (0, 0)) -> int
         kept, _, beyond = _stage(job, stage, False, ends)
         return kept + beyond
     schedule, place = schedule_of(job), mesh_of(job).coordinate("pp", rank)
-    split = any(x.kind == "W" for x in schedule.instructions(place))
-    whole, waiting, again = zip(*(_stage(job, stage, split, ends) for stage in stages_of(job)), strict=True)
+    split = {schedule.stage_of(place, x.chunk) for x in schedule.instructions(place) if x.kind == "W"}
+    stages = enumerate(stages_of(job))
+    whole, waiting, again = zip(*(_stage(job, stage, number in split, ends) for number, stage in stages), strict=True)
     return int(pipeline.activation_bytes(schedule, place, whole=again, waiting=waiting, kept=whole))
 
 

@@ -50,6 +50,10 @@ def _check_places(schedule: Schedule, tied: bool) -> None:
         _refuse(schedule, why, "one route")
     if 2 * sum(schedule.route_of) != schedule.micro_batches:
         _refuse(schedule, "does not send half of the micro-batches along each route", "as many on 0 as on 1")
+    begin, end = routes[0][0], routes[0][-1]
+    if tied and end.rank not in (begin.rank, last - begin.rank):
+        mirror = f"both on one rank, or on ranks {begin.rank} and {last - begin.rank},"
+        _refuse(schedule, f"has the ends of a tied model at {begin} and {end}", mirror)
 
 
 def _refuse(schedule: Schedule, why: str, would_do: str) -> NoReturn:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shoal.axes.pipeline.check import check
 from shoal.axes.pipeline.communication import Exchange, Message, Program, programs
 from shoal.axes.pipeline.evaluation import forward_only
 from shoal.axes.pipeline.live import uses
@@ -58,6 +59,8 @@ class Engine:
     last with the loss, a scalar. Where the schedule splits a chunk's backward or updates in between, the chunk is a
     module; the layers in it that have `put_off` put weight gradients off. shape, dtype: of what goes from stage to stage.
 
+    Raises ValueError, naming the instruction, for a schedule that is not sound.
+
     around: entered around every instruction; its second argument says whether this is the step's last one to make
     weight gradients of this chunk. update(chunk, micro_batch): what U does.
     """
@@ -73,6 +76,7 @@ class Engine:
         around: Around = lambda instruction, last: nullcontext(),
         update: Callable[[int, int], None] | None = None,
     ):
+        check(schedule, "tagged")  # messages come by the one order that programs() proves
         rank = group.index
         assert schedule.ranks == group.size, (
             f"{schedule.name} is for {schedule.ranks} ranks, the group has {group.size}"

@@ -6,6 +6,8 @@ Ranks keep their orders, and a step starts as soon as its inputs are there. Time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
+from numbers import Real
 from typing import NamedTuple
 
 from shoal.axes.pipeline.dependencies import times
@@ -106,11 +108,19 @@ def stage_times(
 
     backward: of a whole B, of which `weight` (by default half) is W's and the rest I's. recompute: comes on top of B and I.
     update: of U. hidden: which share of the shorter of two that overlap costs nothing; F&B = F + B - hidden min(F, B).
+    Raises ValueError for times that are not one per stage, or below 0.
     """
     stages = schedule.stages
-    f, b, again, u = (_by_stage(value, stages) for value in (forward, backward, recompute, update))
-    w = [half / 2 for half in b] if weight is None else _by_stage(weight, stages)
+    f, b = _by_stage("forward", forward, stages), _by_stage("backward", backward, stages)
+    again, u = _by_stage("recompute", recompute, stages), _by_stage("update", update, stages)
+    w = [half / 2 for half in b] if weight is None else _by_stage("weight", weight, stages)
     i = [whole - part for whole, part in zip(b, w, strict=True)]
+    if min(i) < 0:
+        raise ValueError(
+            f"weight is a part of backward, but longer in stage {i.index(min(i))}; at most backward would do"
+        )
+    if not 0 <= hidden <= 1:
+        raise ValueError(f"hidden = {hidden} is no share; 0 to 1 would do")
     by_kind = {"F": f, "B": _sum(b, again), "I": _sum(i, again), "W": w, "U": u}
 
     def single(rank: int, x: Instruction) -> float:
@@ -125,9 +135,12 @@ def stage_times(
     return duration
 
 
-def _by_stage(value: float | Sequence[float], stages: int) -> list[float]:
-    values = [value] * stages if isinstance(value, int | float) else list(value)
-    assert len(values) == stages, f"{len(values)} times for {stages} stages"
+def _by_stage(name: str, value: float | Sequence[float], stages: int) -> list[float]:
+    values = [float(value)] * stages if isinstance(value, int | float | Real) else list(value)
+    if len(values) != stages:
+        raise ValueError(f"{name} has {len(values)} times, the schedule {stages} stages; one time or {stages} would do")
+    if not all(0 <= time < inf for time in values):
+        raise ValueError(f"{name} = {', '.join(map(str, values))} is no time; 0 or more would do")
     return values
 
 

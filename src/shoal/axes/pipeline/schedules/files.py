@@ -67,7 +67,7 @@ def from_csv(text: str, file: str = "schedule") -> Schedule:
 def load(path: Path) -> Schedule:
     """The schedule in a CSV file, checked. Raises RequestError naming the file, and the row and cell or the step."""
     try:
-        schedule = from_csv(path.read_text(encoding="utf-8"), str(path))
+        schedule = from_csv(path.read_text(encoding="utf-8-sig"), str(path))
         check(schedule)
     except RequestError:
         raise

@@ -64,7 +64,7 @@ class Schedule:
 
     orders: steps by rank. routes: where stages 0, 1, ... of the model live; several routes are several copies of the
     weights. route_of: by micro-batch, the route it takes. versions: which weights a backward uses where updates happen
-    between (see versions.py); "flush": every micro-batch sees the same weights. Lists become tuples. Nothing is checked
+    between (see live.py); "flush": every micro-batch sees the same weights. Lists become tuples. Nothing is checked
     here; check.py does.
     """
 

@@ -14,10 +14,13 @@ def interleaved(p: int, m: int, v: int, groups: Sequence[int] | None = None) -> 
 
     groups: how many micro-batches each group has. By default p each; where p does not divide m, some have more, which
     costs memory. Cutting the last group short instead, as first described, costs time, and can end in deadlock.
+    Raises ValueError for groups that are not all micro-batches.
     """
     count = max(1, m // p)
     sizes = groups or [m // count + (index < m % count) for index in range(count)]
-    assert sum(sizes) == m
+    if sum(sizes) != m or min(sizes) < 1:
+        wanted = "-".join(str(m // count + (index < m % count)) for index in range(count))
+        raise ValueError(f"groups {'-'.join(map(str, sizes))} are not {m} micro-batches; {wanted} would do")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     runs = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     forwards = [F(i, chunk) for run in runs for chunk in range(v) for i in run]

@@ -31,4 +31,5 @@ def pipedream(
             if instruction.kind == "B" and (done % every == 0 or done == m):
                 yield U(instruction.micro_batch)
 
-    return Schedule("pipedream", [list(updating(s)) for s in range(p)], one_chunk_per_rank(p), [0] * m, versions)
+    name = "pipedream" if versions == "stash" else f"pipedream-{versions}"
+    return Schedule(name, [list(updating(s)) for s in range(p)], one_chunk_per_rank(p), [0] * m, versions)
