@@ -45,19 +45,17 @@ def test_the_matrix_has_every_axis_and_pair_of_axes():
 
 
 def test_the_command_proves_one_after_the_other_and_goes_on_after_a_failure(monkeypatch, capsys):
-    entries = (
-        Entry("dp=2", {}),
-        Entry("tp=3", {"model": {"preset": "tiny", "moe": None}}),
-        Entry("dp=2,tp=2x2,sp", {}),
-    )
-    broken = Entry("cp=2", {"data": {"packing": "packed", "pad": True, "sequence": 13}})
-    monkeypatch.setitem(SETS, "data", (*entries[:1], broken))
-    assert main(["verify", "--matrix", "data", "--steps", "1", "--json"]) == 0
+    padded = Entry("cp=2", {"data": {"packing": "packed", "pad": True, "sequence": 13}})
+    monkeypatch.setitem(SETS, "data", (Entry("dp=2", {}), Entry("pp=3,schedule=dualpipe", {}), padded))
+    assert main(["verify", "--matrix", "data", "--steps", "1", "--json"]) == 1
     captured = capsys.readouterr()
     document = json.loads(captured.out)
-    assert document["ok"] and document["matrix"] == "data"
-    assert [row["layout"] for row in document["layouts"]] == ["dp=2", "cp=2"]
-    assert "1/2 ok" in captured.err and "2 of 2 layouts" in captured.err
+    assert not document["ok"] and document["matrix"] == "data"
+    layouts = {row["layout"]: row for row in document["layouts"]}
+    assert [row["ok"] for row in document["layouts"]] == [True, False, True]
+    assert list(layouts) == ["dp=2", "pp=3,schedule=dualpipe", "cp=2"]
+    assert "layout.pp = 3" in layouts["pp=3,schedule=dualpipe"]["failures"][0]
+    assert "1/3 ok" in captured.err and "2/3 DIFFERS" in captured.err and "2 of 3 layouts" in captured.err
 
 
 @pytest.mark.parametrize(
