@@ -6,7 +6,7 @@ Every contender trains the same decoder (shoal's) in the same dtype on the same 
 """
 
 from harness import Contender, main
-from training import adamw, job_of, trainer_of
+from training import adamw, averaged_step, job_of, trainer_of
 
 RANKS = 2
 SEQUENCE, BATCH = 256, 8  # of both ranks together
@@ -80,22 +80,7 @@ def peer(name, rank, asked):
         optimizer = adamw(model, asked.train, **whole_states, parameters_as_bucket_view=True)
     else:
         optimizer = adamw(model, asked.train)
-    batches = MadeUpBatches(asked, rank)
-
-    def step(number):
-        (batch,) = batches.batch(number)
-        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-        counted = torch.tensor([float((targets >= 0).sum())])
-        dist.all_reduce(counted)
-        loss = model(tokens, targets)
-        optimizer.zero_grad()
-        (loss * (RANKS / counted.item())).backward()  # the peers average over the ranks
-        optimizer.step()
-        total = loss.detach().double().reshape(1)
-        dist.all_reduce(total)
-        return total.item() / counted.item()
-
-    return step
+    return averaged_step(MadeUpBatches(asked, rank), model, optimizer, RANKS)
 
 
 def options(parser):

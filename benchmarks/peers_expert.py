@@ -9,7 +9,7 @@ AdamW, without auxiliary losses and without drops.
 """
 
 from harness import Contender, main
-from training import adamw, job_of, trainer_of
+from training import adamw, averaged_step, job_of, trainer_of
 
 RANKS, SEQUENCE, BATCH = 2, 256, 8
 TOKENS = SEQUENCE * BATCH
@@ -126,25 +126,15 @@ def peer(rank, asked, apart):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = adamw(model, asked.train)
-    batches = MadeUpBatches(asked, rank)
 
-    def step(number):
-        (batch,) = batches.batch(number)
-        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-        counted = torch.tensor([float((targets >= 0).sum())])
-        mine = counted.item()
-        dist.all_reduce(counted)
-        mean = parallel(tokens, targets)
-        optimizer.zero_grad()
-        (mean * (mine * RANKS / counted.item())).backward()  # DDP averages over the ranks
+    def loss_of(tokens, targets):
+        return parallel(tokens, targets) * (targets >= 0).sum()  # the plain model has the mean
+
+    def corrected():
         for parameter in own:  # which have the gradients of both ranks' tokens
             parameter.grad /= RANKS
-        optimizer.step()
-        total = (mean.detach() * mine).double().reshape(1)
-        dist.all_reduce(total)
-        return total.item() / counted.item()
 
-    return step
+    return averaged_step(MadeUpBatches(asked, rank), loss_of, optimizer, RANKS, corrected)
 
 
 def block_forward(self, x, cos, sin):

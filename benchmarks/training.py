@@ -41,3 +41,28 @@ def adamw(model, train, optimizer=None, **options):
         fused=True,
         **options,
     )
+
+
+def averaged_step(batches, loss_of, optimizer, ranks, corrected=lambda: None):
+    """A function that trains on step number n, where the peers average gradients over `ranks`; it returns the mean loss.
+
+    loss_of(tokens, targets): the sum over this rank's tokens. corrected: is called between backward and update.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def step(number):
+        (batch,) = batches.batch(number)
+        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        counted = torch.tensor([float((targets >= 0).sum())])
+        dist.all_reduce(counted)
+        loss = loss_of(tokens, targets)
+        optimizer.zero_grad()
+        (loss * (ranks / counted.item())).backward()
+        corrected()
+        optimizer.step()
+        total = loss.detach().double().reshape(1)
+        dist.all_reduce(total)
+        return total.item() / counted.item()
+
+    return step

@@ -27,6 +27,12 @@ MODELS = {
         mlp="gelu", qkv_bias=True, output_bias=True, mlp_bias=True, tied=True, dropout=0.1,
     ),
 }  # fmt: skip
+# One block of each kind, of which tests count what it keeps.
+LLAMA = ModelSpec(layers=1, hidden=32, heads=8, kv_heads=8, ffn=50, vocab=61)
+GPT = ModelSpec(
+    layers=1, hidden=32, heads=8, ffn=128, vocab=61, norm="layernorm", positions="learned", mlp="gelu", qkv_bias=True,
+    output_bias=True, mlp_bias=True, dropout=0.1,
+)  # fmt: skip
 STEPS = 5
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from reference import GPT, LLAMA
 from shoal.axes.context.cost import Crossing, saved_bytes
 from shoal.axes.tensor.run import TensorLayers
 from shoal.comm.ledger import Ledger
@@ -21,17 +22,11 @@ from shoal.plan.pieces import mesh_of
 from shoal.spec.build import job_from_tree
 from shoal.spec.job import Job
 from shoal.spec.layout import Layout
-from shoal.spec.model import ModelSpec
 from shoal.train.layers import crossing_of
 from shoal.train.trainer import Trainer
 from shoal.verify.trial import MadeUpBatches
 
 BATCH, SEQUENCE = 2, 64
-LLAMA = ModelSpec(layers=1, hidden=32, heads=8, kv_heads=8, ffn=50, vocab=61)
-GPT = ModelSpec(
-    layers=1, hidden=32, heads=8, ffn=128, vocab=61, norm="layernorm", positions="learned", mlp="gelu", qkv_bias=True,
-    output_bias=True, mlp_bias=True, dropout=0.1,
-)  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "GQA": replace(LLAMA, kv_heads=4),

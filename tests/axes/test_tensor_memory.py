@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reference import GPT, LLAMA
 from shoal.axes.tensor.cost import Axis, Shape
 from shoal.axes.tensor.memory import block_activations, published_bytes
 from shoal.axes.tensor.run import TensorLayers
@@ -26,18 +27,14 @@ from shoal.model.rope import rotation
 from shoal.spec.layout import Layout
 from shoal.spec.model import ModelSpec
 
-LLAMA = ModelSpec(layers=1, hidden=32, heads=8, kv_heads=2, ffn=50, vocab=61)
-GPT = ModelSpec(
-    layers=1, hidden=32, heads=8, ffn=128, vocab=61, norm="layernorm", positions="learned", mlp="gelu", qkv_bias=True,
-    output_bias=True, mlp_bias=True, dropout=0.1,
-)  # fmt: skip
+GROUPED = replace(LLAMA, kv_heads=2)
 MODELS = {
-    "llama": LLAMA,
-    "llama, all KV heads": replace(LLAMA, kv_heads=8),
-    "even llama": replace(LLAMA, kv_heads=8, ffn=48, qk_norm=True, dropout=0.2),
-    "llama, qk_norm, dropout": replace(LLAMA, qk_norm=True, dropout=0.2),
+    "llama": GROUPED,
+    "llama, all KV heads": LLAMA,
+    "even llama": replace(LLAMA, ffn=48, qk_norm=True, dropout=0.2),
+    "llama, qk_norm, dropout": replace(GROUPED, qk_norm=True, dropout=0.2),
     "llama, one KV head, window": replace(LLAMA, kv_heads=1, window=5),
-    "llama, qk_norm, window, head_size": replace(LLAMA, qk_norm=True, window=5, head_size=6),
+    "llama, qk_norm, window, head_size": replace(GROUPED, qk_norm=True, window=5, head_size=6),
     "gpt": GPT,
     "gpt, no dropout, GQA": replace(GPT, dropout=0.0, kv_heads=2),
     "gpt, qk_norm, window, GQA": replace(GPT, qk_norm=True, kv_heads=4, window=5),
@@ -166,7 +163,7 @@ def living_bytes(forward: Callable[[], Tensor], others: list[Tensor], expected: 
     return living
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("model", [GROUPED, GPT], ids=["llama", "gpt"])
 def test_large_products_keep_the_same(model):
     """float32 products that go to oneDNN, through operations of our own, save no more than torch's."""
     large = replace(model, hidden=256, head_size=32, ffn=1024)
@@ -226,6 +223,6 @@ def test_two_ranks_that_share_a_kv_head_by_hand():
     """32 tokens, one query head and one KV head of 4 features, 7 of 50 MLP columns; masks are of no rank's part."""
     shape = Shape(2, 16, 32, 4)
     projection, turned, output, sums, mlp = 3 * 4, 2 * 4, 4, 1, 3 * 7
-    assert block_activations(LLAMA, shape, Axis(8, 0)).inside == 32 * 4 * (projection + turned + output + sums + mlp)
-    assert block_activations(replace(LLAMA, window=4), shape, Axis(8, 0)).mask == 16 * 16 * 4
-    assert block_activations(LLAMA, shape, Axis(8, 0), documents=True).mask == 2 * 16 * 16 * 4
+    assert block_activations(GROUPED, shape, Axis(8, 0)).inside == 32 * 4 * (projection + turned + output + sums + mlp)
+    assert block_activations(replace(GROUPED, window=4), shape, Axis(8, 0)).mask == 16 * 16 * 4
+    assert block_activations(GROUPED, shape, Axis(8, 0), documents=True).mask == 2 * 16 * 16 * 4

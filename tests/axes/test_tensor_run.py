@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from faults import counted_by_all, sum_of_all_but
 from reference import STEPS, differing, job, plain_torch, together
 from shoal.axes import shares
-from shoal.axes.piece import counted_runs
 from shoal.axes.shares import Shares
 from shoal.axes.tensor import run as tensor
 from shoal.axes.tensor.loss import head_loss
@@ -249,23 +249,11 @@ def look_up_without_mask(tokens, weight, first, group):
     return F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
 
 
-def sum_of_all_but(axis):
-    def sums(self):
-        self._partial = [(group, views) for group, views in self._partial if group.axis != axis]
-        SHARES_SUM(self)
-
-    return sums
-
-
-def counted_by_all(spans, pieces, elsewhere):
-    return counted_runs(spans, pieces, set())
-
-
 def noise_of_the_first_part(self, key):
     return replace(key, positions=key.positions[: len(key.positions) // self.group.size])
 
 
-COLUMN_BACKWARD, SHARES_SUM = tensor._Column.backward, Shares.sum
+COLUMN_BACKWARD = tensor._Column.backward
 
 LOSS, NORM = "loss", "gradient norm"
 BIASES = {"attention.out.bias", "mlp.down.bias"}

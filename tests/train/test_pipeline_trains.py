@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from faults import counted_by_all, sum_of_all_but
 from reference import STEPS, differing, job, plain_torch, together
 from shoal.axes import shares
-from shoal.axes.piece import counted_runs
 from shoal.axes.pipeline.communication import Exchange
 from shoal.axes.pipeline.cost import activation_bytes
 from shoal.axes.pipeline.live import peaks
@@ -359,18 +359,6 @@ def seeds_of_single_micro_batches(self, batches, seeds, *arguments):
     return ENGINE_STEP(self, batches, [seed * len(batches) for seed in seeds], *arguments)
 
 
-def sum_of_all_but(axis):
-    def sums(self):
-        self._partial = [(group, views) for group, views in self._partial if group.axis != axis]
-        SHARES_SUM(self)
-
-    return sums
-
-
-def counted_by_all(spans, pieces, elsewhere):
-    return counted_runs(spans, pieces, set())
-
-
 def nothing_over_the_pipeline(x, group, *arguments, **options):
     return x if group.axis == "pp" else all_reduce(x, group, *arguments, **options)
 
@@ -415,7 +403,7 @@ def weight_gradients_of_the_queue(self):
     return taken
 
 
-ENGINE_STEP, ENGINE_INIT, BACKWARD, SHARES_SUM = Engine.step, Engine.__init__, _Run._backward, Shares.sum
+ENGINE_STEP, ENGINE_INIT, BACKWARD = Engine.step, Engine.__init__, _Run._backward
 
 FAULTS = {  # the model and layout; of what, which name becomes what; what verify says
     "loss not divided by the micro-batches": (
