@@ -38,6 +38,40 @@ def test_a_dropped_all_reduce_is_named(pool):
     assert any("backward all_reduce over dp: rank 0 planned" in line for line in verdict.failures)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout", "fields"),
+    [
+        ("float32", "dp=2,tp=2,sp,zero=1", {}),
+        ("float32", "pp=2,schedule=interleaved,micro_batches=4", {}),
+        ("bfloat16", "dp=2,tp=2x2,zero=2", {"reduce_dtype": "float32"}),
+        ("bfloat16", "dp=2,pp=2,zero=3,schedule=zb-h1", {"reduce_dtype": "float32"}),
+        ("bfloat16", "cp=3", {}),
+        ("bfloat16", "dp=2,ep=2", {}),
+        ("bfloat16", "tp=2,sp,recompute=full", {}),
+    ],
+)
+def test_in_other_types_a_layout_is_as_near_to_float64_as_one_process_is(pool, dtype, layout, fields):
+    preset = "moe-tiny" if "ep=" in layout else "tiny"
+    job = job_from_tree({"model": {"preset": preset}, "layout": layout, "train": {"dtype": dtype, **fields}})
+    small = small_job(job, dtype)
+    assert (small.train.dtype, small.train.reduce_dtype) == (dtype, fields.get("reduce_dtype", "same"))
+    verdict = verify(small, pool=pool)
+    assert verdict.failures == []
+    assert verdict.errors["grad"].value > 1e-9, "it has computed in that type"
+    assert all(limit < (0.05 if kind.startswith(("loss", "grad_")) else 4) for kind, limit in verdict.limits.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dropped_all_reduce_is_more_than_rounding(pool, dtype):
+    verdict = verify(
+        small_job(job_from_tree({"model": {"preset": "tiny"}, "layout": "dp=2"}), dtype),
+        1,
+        pool=pool,
+        run=trial_without_sync,
+    )
+    assert any(line.startswith("grad: gradient of ") for line in verdict.failures)
+
+
 def test_a_wrong_cost_is_named(pool, monkeypatch):
     """A formula that forgets one of the scalars."""
     right = cost.loss_transfers
@@ -87,8 +121,8 @@ def test_every_preset_shrinks_to_a_model_of_its_kind(name):
         (["--layout", "tp=2x2", "--train.batch", "3"], "train.batch = 3 gives micro-batches of 3 sequences"),
         (["--layout", "pp=4", "--model.layers", "3"], "layout.pp = 4 wants 4 layers, the model has 3"),
         (
-            ["--layout", "dp=2", "--dtype", "bfloat16"],
-            "train.dtype = bfloat16: shoal verify tells rounding from faults in",
+            ["--layout", "pp=2,schedule=pipedream", "--dtype", "bfloat16"],
+            "train.dtype = bfloat16 with layout.schedule = pipedream: updates between micro-batches are compared in",
         ),
         (["--layout", "dp=65"], "layout = dp=65 has 65 ranks, more than the 64 processes"),
         (["--layout", "tp=100000x100000"], "has 10,000,000,000 ranks, more than the 64 processes"),

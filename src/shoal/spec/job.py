@@ -10,6 +10,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.machine import Machine
 from shoal.spec.model import ModelSpec
 
+Dtype = Literal["float64", "float32", "bfloat16"]
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes per element
 
 
@@ -46,9 +47,7 @@ class TrainSpec:
     out: str = described("runs/latest", "folder of the run")
     steps: int = described(200, "optimizer steps", low=1)
     batch: int = described(16, "global batch, sequences per step", low=1)
-    dtype: Literal["float64", "float32", "bfloat16"] = described(
-        "float32", "type of weights and gradients; bfloat16 keeps float32 master weights"
-    )
+    dtype: Dtype = described("float32", "type of weights and gradients; bfloat16 keeps float32 master weights")
     seed: int = described(0, "seed of weights, data order and dropout", low=0, below=2**63)
     learning_rate: float = described(1e-3, "peak learning rate", low=0)
     beta1: float = described(0.9, "AdamW: decay of the first moment", low=0, below=1)
