@@ -55,7 +55,18 @@ def test_the_command_proves_one_after_the_other_and_goes_on_after_a_failure(monk
     assert [row["ok"] for row in document["layouts"]] == [True, False, True]
     assert list(layouts) == ["dp=2", "pp=3,schedule=dualpipe", "cp=2"]
     assert "layout.pp = 3" in layouts["pp=3,schedule=dualpipe"]["failures"][0]
-    assert "1/3 ok" in captured.err and "2/3 DIFFERS" in captured.err and "2 of 3 layouts" in captured.err
+    assert (
+        "memory within 0.00%" in captured.err
+        and "1/3 ok" in captured.err
+        and "2/3 DIFFERS" in captured.err
+        and "2 of 3 layouts" in captured.err
+    )
+
+
+def test_what_was_not_compared_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(SETS, "expert", (Entry("dp=2,ep=2", {"model": {"preset": "moe-tiny"}}),))
+    assert main(["verify", "--matrix", "expert", "--steps", "1"]) == 0
+    assert "memory without activations within 0.00%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 from shoal.cli.options import add_job_options, print_json, read_job
 from shoal.cli.train import BASE
 from shoal.launch.slurm import Allocation, sbatch_file
-from shoal.plan.refusals import refuse
-from shoal.plan.stages import check_pipeline
+from shoal.plan.refusals import check_job
 from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError, divisors, shown
 from shoal.spec.job import Job
@@ -42,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     job = read_job(arguments, BASE)
-    refuse(job)
-    check_pipeline(job.layout, job.model.tied, job.model.layers)
-    job.check()
+    check_job(job)
     asked = _allocation(arguments, job.layout.world)
     _check_world(job, asked)
     _check_restarts(job, asked)

@@ -19,8 +19,7 @@ from shoal.comm.whereabouts import TOLD
 from shoal.launch.cluster import Place, find_place
 from shoal.launch.local import Stopped, check_port, run_local
 from shoal.launch.report import telling
-from shoal.plan.refusals import refuse
-from shoal.plan.stages import check_pipeline
+from shoal.plan.refusals import check_job
 from shoal.spec.build import job_to_tree
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
@@ -41,9 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     started = find_place(os.environ)
     job = read_job(arguments, BASE, started.world if started else None)
-    refuse(job)
-    check_pipeline(job.layout, job.model.tied, job.model.layers)
-    job.check()
+    check_job(job)
     if arguments.dump_config:
         if arguments.json:
             print_json(job_to_tree(job))

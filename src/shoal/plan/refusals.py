@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
-from shoal.plan.stages import scheduled
+from shoal.plan.stages import check_pipeline, scheduled
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 from shoal.spec.layout import Layout
@@ -38,6 +38,13 @@ def refuse(job: Job) -> None:
     for refusal in REFUSALS:
         if refusal.holds(job):
             raise RequestError(refusal.field, refusal.line(job))
+
+
+def check_job(job: Job) -> None:
+    """Raises RequestError for a job that cannot be run, as far as no file and no device is needed to tell."""
+    refuse(job)
+    check_pipeline(job.layout, job.model.tied, job.model.layers)
+    job.check()
 
 
 def updates_between(layout: Layout) -> bool:
