@@ -218,6 +218,34 @@ def summed_over_dp_alone(rank, world, job, steps):
         trainer.stores_of = right
 
 
+def trials_that_see_all(rank, world, jobs):
+    """Trials of models whose tokens see those after them too, which no field of a model asks for yet."""
+    view = ContextAttention.view
+    ContextAttention.view = lambda self, sequence, causal, **rest: view(self, sequence, causal=False, **rest)
+    try:
+        return trials(rank, world, jobs)
+    finally:
+        ContextAttention.view = view
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_attention_that_is_not_causal_trains_under_every_kind_too(pool, ranks, monkeypatch):
+    ulysses = {"hybrid": f",ulysses={3 if ranks == 3 else 2}"}
+    layouts = [f"cp={ranks},cp_kind={kind}{ulysses.get(kind, '')}" for kind in KINDS]
+    layouts += ["cp=2,tp=2", "cp=2,tp=2,sp", "cp=2,dp=2,zero=3"] if ranks == 2 else []
+    jobs = [asked(layout, "causal", list(HEADS)[place % 3]) for place, layout in enumerate(layouts)]
+    causal = [truth(this, monkeypatch) for this in jobs]
+    monkeypatch.setattr(decoder, "visible", lambda sequence, *_: torch.ones(1, 1, sequence, sequence, dtype=torch.bool))
+    monkeypatch.setattr(attention, "attend", plain_softmax)
+    for this, before in zip(jobs, causal, strict=True):
+        records = [of_rank[0] for of_rank in pool.run(trials_that_see_all, this.layout.world, [this])]
+        expected = plain_torch(replace(this, layout=Layout()))
+        for kind, error in compare(together(this, records), expected).items():
+            assert error.value <= 1e-10, f"{this.layout}: {kind}, {error.where} {error.value}"
+        assert differing(this, records) is None
+        assert abs(before.losses[0] - expected.losses[0]) > 1e-6, "a causal mask gives other numbers"
+
+
 @pytest.mark.parametrize("layout", ["cp=2", "cp=4,cp_kind=ulysses", "cp=2,dp=2", "cp=2,dp=2,cp_kind=striped,zero=1"])
 def test_gradients_that_are_not_summed_over_context_ranks_are_named(pool, layout):
     """A sum over dp instead of dp x cp: with dp = 1 no sum at all (as in picotron, whose losses look normal)."""
