@@ -121,9 +121,11 @@ def telling(folder: Path, rank: int) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        kind = kind_of(error)
-        if kind == "failed" or not folder.exists():
+    except BaseException as error:
+        # whoever started the ranks may tell us to end before we have noticed that a peer is gone
+        stopped = not isinstance(error, Exception | SystemExit)
+        kind = "late" if stopped else kind_of(error)
+        if kind == "failed" or not folder.exists() or (stopped and not dead_by_records(read(folder), rank)):
             raise
         with suppress(BaseException):  # whoever started the ranks ends them as soon as one is gone: tell at once
             time.sleep(GRACE)
