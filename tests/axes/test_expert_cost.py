@@ -140,17 +140,6 @@ def test_experts_memory_is_divided():
     assert cost.expert_parameters(8, 64, 30, etp=4) == 8 * 3 * 64 * 8  # filled up to 8 columns
 
 
-def test_activations_grow_with_imbalance():
-    even = cost.activation_bytes(100, 2, 16, 24, 4, 2)
-    assert even == {"arrived": 200 * 16 * 2, "hidden": 200 * 48 * 2, "returned": 200 * 16 * 2, "weights": 200 * 4}
-    loaded = cost.activation_bytes(100, 2, 16, 24, 4, 2, imbalance=4)
-    assert loaded["arrived"] == 4 * even["arrived"] and loaded["hidden"] == 4 * even["hidden"]
-    assert loaded["returned"] == even["returned"], "what a source gets back depends on its own tokens"
-    once = cost.activation_bytes(100, 2, 16, 24, 4, 2, rows=150, duplicate_free=True)
-    assert once["arrived"] == 150 * 16 * 2 and once["returned"] == 0
-    assert cost.activation_bytes(100, 2, 16, 24, 1, 2)["arrived"] == 0
-
-
 def test_ranking_of_links():
     """EP-6: EP over TP is k / 2N in forward, from the bytes of both; DeepSeek-V3 on 64 ranks."""
     tokens, hidden, width, top_k, ranks = 4096, 512, 2, 8, 4

@@ -394,45 +394,6 @@ def test_all_tokens_to_two_experts_of_one_rank_completes_and_shows_in_the_load(p
     assert received[1] > max(received[0], *received[2:])
 
 
-def kept_on_rank(rank, world, duplicate_free):
-    """Bytes of floating-point activations that a rank's routed experts keep, by their width, and its routing."""
-    group = World(Mesh.of(Layout(dp=world, ep=world)), rank, Ledger()).group("ep")
-    alone = World.single().group("tp")
-    spec, hidden = MoESpec(**SIZES, top_k=3), 10  # a number that nothing else is
-    module = MixtureOfExperts(hidden, spec, ExpertRanks(group, alone, alone, alone), duplicate_free).double()
-    module.load_state_dict({name: cut(name, w, module.ranks) for name, w in weights_of(spec, hidden).items()})
-    x = random(1, 20, hidden, seed=rank).requires_grad_()
-    kept = {}
-
-    def pack(tensor):
-        if tensor.dim() == 2 and tensor.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x)
-    return {
-        "rows": sum(t.nbytes for t in kept.values() if t.shape[1] == hidden and t is not module.router.weight),
-        "hidden": sum(t.nbytes for t in kept.values() if t.shape[1] == 2 * spec.expert_ffn),
-        "chosen": module.router(x[0]).experts.numpy(),
-    }
-
-
-@pytest.mark.parametrize("duplicate_free", [False, True])
-@pytest.mark.parametrize("ep", [1, 4])
-def test_activations_that_are_kept_are_those_planned(pool, ep, duplicate_free):
-    answers = pool.run(kept_on_rank, ep, duplicate_free)
-    chosen = [answer["chosen"] for answer in answers]
-    loads = cost.load(chosen, 8).reshape(ep, -1).sum(1)
-    rows = cost.rows_between(chosen, 8, duplicate_free).sum(0)
-    for rank, answer in enumerate(answers):
-        planned = cost.activation_bytes(
-            20, 3, 10, 6, ep, 8, rows=rows[rank], imbalance=loads[rank] / 60, duplicate_free=duplicate_free
-        )
-        assert answer["hidden"] == pytest.approx(planned["hidden"], rel=1e-12) and answer["hidden"] > 0
-        assert answer["rows"] == pytest.approx(planned["arrived"] + planned["returned"], rel=1e-12)
-
-
 def test_an_expert_computes_n_times_the_tokens(pool):
     """EP-2's case scaled down to a run: 128 tokens per rank, k = 2, 32 experts, 8 ranks: 8 -> 64 rows per product."""
     alone, together = zip(*pool.run(tokens_of_experts, 8), strict=True)

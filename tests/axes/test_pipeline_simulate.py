@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.axes.pipeline.check import check
+from shoal.axes.pipeline.cost import activation_bytes
 from shoal.axes.pipeline.dependencies import needs as wants
 from shoal.axes.pipeline.dependencies import results
-from shoal.axes.pipeline.live import live, live_versions, peak, peaks, uses
+from shoal.axes.pipeline.live import live, live_versions, peaks, uses
 from shoal.axes.pipeline.schedules.instruction import Overlap, Place, parts
 from shoal.axes.pipeline.schedules.interleaved import interleaved
 from shoal.axes.pipeline.schedules.pipedream import pipedream
@@ -29,7 +30,7 @@ def timed(name, p, m, v=None, **times):
 def unfinished(schedule):
     """The most forwards, by rank, whose weight half is not yet done: what the zero-bubble papers count as memory."""
     ones = [1] * schedule.stages
-    return [peak(schedule, rank, ones, ones) for rank in range(schedule.ranks)]
+    return [activation_bytes(schedule, rank, ones, ones) for rank in range(schedule.ranks)]
 
 
 def test_naive_golden():

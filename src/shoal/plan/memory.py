@@ -16,7 +16,7 @@ blocks of a micro-batch share (rope's rotation, a window's mask, dropout's keys)
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shoal.axes.pipeline.live import live_versions
 from shoal.axes.pipeline.schedules.instruction import Place
@@ -25,6 +25,7 @@ from shoal.axes.tensor.memory import end_activations
 from shoal.axes.tensor2d import cost as tensor2d
 from shoal.axes.zero import cost as zero
 from shoal.plan.activations import activation_bytes
+from shoal.plan.experts import Routed
 from shoal.plan.pieces import TIED, mesh_of, names_by_chunk
 from shoal.plan.stages import schedule_of
 from shoal.plan.traffic import TWICE, Store, stores_of
@@ -33,33 +34,24 @@ from shoal.spec.job import WIDTH, Job
 CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "buckets", "versions", "activations")
 
 
-def memory(job: Job, rank: int) -> dict[str, int]:
-    """Bytes by category, of a step in which every target counts. Those of `unknown` have no entry."""
+def memory(job: Job, rank: int, routed: Mapping[int, Routed] | None = None) -> dict[str, int]:
+    """Bytes by category, of a step in which every target counts.
+
+    routed: by rank of the world what the routers of mixtures of experts sent in it, by which activations are exact; None:
+    they are what they are if all sets of experts are equally likely.
+    """
     found = Counter(dict.fromkeys(CATEGORIES, 0))
-    without = unknown(job)
     for store in stores_of(job, rank):
         found.update(zero.resting_bytes(store.parts, store.cut, store.shard))
-        if store.cut.stage > 1 and "buckets" not in without:
+        if store.cut.stage > 1:
             # Where weights are updated in between, no two backwards of a rank overlap.
             overlap = job.layout.pp > 1 and schedule_of(job).versions == "flush"
             found.update(_pipelined(job, rank, store) if overlap else zero.peak_bytes(store.parts, store.cut))
     if job.layout.pp > 1:
         copies = max(live_versions(schedule_of(job), Place(mesh_of(job).coordinate("pp", rank), 0))) - 1
         found["versions"] = copies * found["weights"]
-    if "activations" not in without:
-        found["activations"] = activation_bytes(job, rank, _ends(job))
-    return {category: size for category, size in found.items() if category not in without}
-
-
-def unknown(job: Job) -> dict[str, str]:
-    """The categories that have no closed form for the job, and why."""
-    found = {}
-    if job.model.moe:
-        found["activations"] = "how many tokens an expert sees is known when its router has chosen"
-        if job.layout.pp > 1 and job.layout.zero > 1:
-            why = "which gradients of experts come early depends on the routers"
-            found |= {"gathered": why, "buckets": why}
-    return found
+    found["activations"] = activation_bytes(job, rank, _ends(job), routed)
+    return dict(found)
 
 
 def _pipelined(job: Job, rank: int, store: Store) -> dict[str, int]:
@@ -112,9 +104,13 @@ def _together(units: set[str]) -> Iterator[set[str]]:
 
 
 def _made_early(store: Store, name: str) -> bool:
-    """Whether I makes any of a part's gradients: all but those of the linear layers in blocks, which are left to W."""
+    """Whether I makes any of a part's gradients: all but those of the linear layers in blocks, which are left to W, of
+    which the gate of shared experts is none.
+    """
     return any(
-        not parameter.unit.startswith("blocks.") or (not parameter.decay and "norm" in parameter.name)
+        not parameter.unit.startswith("blocks.")
+        or (not parameter.decay and "norm" in parameter.name)
+        or parameter.name.endswith("shared_gate.weight")
         for parameter in store.parts[name]
     )
 

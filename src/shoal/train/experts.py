@@ -19,7 +19,7 @@ from shoal.axes.expert.run import (
 from shoal.comm.collectives import all_gather, all_reduce
 from shoal.comm.world import World
 from shoal.model.decoder import Decoder
-from shoal.plan.experts import Sent, load_axes, scope_axes
+from shoal.plan.experts import Routed, Sent, load_axes, scope_axes
 from shoal.spec.job import Job
 from shoal.spec.moe import MoESpec
 
@@ -78,8 +78,21 @@ class Mixtures:
         for layer, mixture in self.layers.items():
             if mixture is not None:
                 nothing = torch.zeros(2, self.job.layout.ep, dtype=torch.int64)
-                found[layer] = {use: mixture.sent.get(use, nothing).cpu().numpy() for use in USES}
+                sums = {use: [x for key, x in mixture.sent.items() if key[0] == use] for use in USES}
+                found[layer] = {
+                    use: sum(each, start=nothing.to(self.world.device)).cpu().numpy() for use, each in sums.items()
+                }
         return found
+
+    def routed(self) -> Routed:
+        """The same of training steps, by micro-batch."""
+        nothing = torch.zeros(2, self.job.layout.ep, dtype=torch.int64)
+        count = self.job.layout.micro_batches
+        return {
+            layer: np.stack([mixture.sent.get(("step", i), nothing).cpu().numpy() for i in range(count)])
+            for layer, mixture in self.layers.items()
+            if mixture is not None
+        }
 
     def sent_by_all(self) -> dict[int, Sent]:
         """The same of every rank that this one exchanges tokens with, by rank; all of these call it, nothing is counted."""

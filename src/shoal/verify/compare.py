@@ -19,7 +19,8 @@ class Record:
     """What one rank saw of a trial. gradients: per step, per parameter, summed over all tokens; of its pieces alone.
 
     buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py. memory,
-    executed: of one more step in which every target counts, the most bytes by category and what a pipeline did.
+    routed, executed: of one more step in which every target counts, the most bytes by category, what its routers sent by
+    micro-batch, and what a pipeline did.
     """
 
     losses: list[float]
@@ -30,6 +31,7 @@ class Record:
     buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
     sent: Mapping = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    routed: Mapping = field(default_factory=dict)
     executed: Executed | None = None
 
 

@@ -57,10 +57,12 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     buffers = {name: _numpy(buffer) for name, buffer in trainer.model.named_buffers()}
     transfers, sent = here.ledger.transfers(), trainer.mixtures.sent()
     trainer.batches = MadeUpBatches(job, mesh.coordinates(rank)["dp"], whole=True)
+    before = trainer.mixtures.routed()
     held = measured_step(trainer, steps)
+    routed = {layer: after - before[layer] for layer, after in trainer.mixtures.routed().items()}
     here.close()
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    return Record(losses, norms, gradients, weights, transfers, buffers, sent, held, executed(trainer))
+    return Record(losses, norms, gradients, weights, transfers, buffers, sent, held, routed, executed(trainer))
 
 
 def executed(trainer: Trainer) -> Executed | None:

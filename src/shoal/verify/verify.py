@@ -9,7 +9,7 @@ from math import lcm
 
 from shoal.launch.pool import Pool
 from shoal.plan.experts import Sent, routed_transfers
-from shoal.plan.memory import memory, unknown
+from shoal.plan.memory import memory
 from shoal.plan.pieces import mesh_of, pieces_of
 from shoal.plan.refusals import updates_between
 from shoal.plan.stages import layers_wanted, schedule_of
@@ -41,8 +41,8 @@ class Verdict:
     job: what was run, not what it was made from. In a type other than float64 errors are distances from one process in
     float64, and one process of the job's own type says how large they may be.
 
-    memory: by rank and category, of one more step in which every target counts; uncounted: categories that have no closed
-    form for this job, and why. schedule: by rank of a pipeline, what was executed.
+    memory: by rank and category, of one more step in which every target counts. schedule: by rank of a pipeline, what was
+    executed.
     """
 
     job: Job
@@ -50,7 +50,6 @@ class Verdict:
     errors: dict[str, Error]
     rows: list[Row]
     memory: list[MemoryRow]
-    uncounted: dict[str, str]
     schedule: list[ScheduleRow]
     failures: list[str]
 
@@ -86,7 +85,6 @@ class Verdict:
             "worst": {kind: error.where for kind, error in self.errors.items()},
             "transfers": [row.as_dict() for row in self.rows],
             "memory": [row.as_dict() for row in self.memory],
-            "uncounted": self.uncounted,
             "schedule": [row.as_dict() for row in self.schedule],
             "failures": self.failures,
         }
@@ -236,8 +234,11 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     sent = {rank: record.sent for rank, record in enumerate(records)}
     predicted = [planned(job, rank, steps, sent) for rank in range(layout.world)]
     rows = audit(predicted, [record.transfers for record in records])
+    routed = {rank: record.routed for rank, record in enumerate(records)}
     memory_rows = [
-        row for rank, record in enumerate(records) for row in audit_memory(rank, memory(job, rank), record.memory)
+        row
+        for rank, record in enumerate(records)
+        for row in audit_memory(rank, memory(job, rank, routed), record.memory)
     ]
     schedule_rows = [
         audit_schedule(schedule_of(job), mesh_of(job).coordinate("pp", rank), rank, record.executed)
@@ -259,4 +260,4 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     failures += [row.difference() for row in audited if not row.ok]
     strayed = disagreement([record.weights for record in records], pieces)
     failures += filter(None, [strayed, strayed_buffer([record.buffers for record in records])])
-    return Verdict(job, limits, errors, rows, memory_rows, unknown(job), schedule_rows, failures)
+    return Verdict(job, limits, errors, rows, memory_rows, schedule_rows, failures)

@@ -261,37 +261,6 @@ def expert_parameters(experts: int, hidden: int, ffn: int, ranks: int = 1, etp: 
     return 3 * (experts // ranks) * hidden * -(-ffn // etp)
 
 
-def activation_bytes(
-    tokens: int,
-    top_k: int,
-    hidden: int,
-    ffn: int,
-    ranks: int,
-    width: int,
-    *,
-    rows: float | None = None,
-    imbalance: float = 1.0,
-    weight_width: int = 4,
-    duplicate_free: bool = False,
-) -> dict[str, float]:
-    """Bytes that a rank keeps from forward to backward for one layer's routed experts, whose width here is `ffn`.
-
-    imbalance: the rank's load over the mean, which is T k choices. arrived: the rows of tokens from everywhere, `rows` of
-    them (without duplicates fewer than choices; else as many, None). hidden: gate | up of every choice. returned: what
-    experts sent back to be weighted here, which without duplicates is summed there. weights: of the choices. Integer
-    tables, 5 to 8 numbers a choice, come on top.
-    """
-    choices = imbalance * tokens * top_k
-    arrived = 0 if ranks == 1 else choices if rows is None else rows  # one rank has them as the layer's input
-    stays = ranks > 1 and not duplicate_free
-    return {
-        "arrived": arrived * hidden * width,
-        "hidden": choices * 2 * ffn * width,
-        "returned": tokens * top_k * hidden * width if stays else 0,
-        "weights": (tokens * top_k if stays else choices) * weight_width,
-    }
-
-
 @dataclass(frozen=True)
 class Placement:
     """How heavy a layer's all-to-alls are beside other axes' traffic over as many ranks and tokens (EP-6, forward only).

@@ -41,10 +41,7 @@ class Picks(NamedTuple):
 
     def add_up(self, picked: Tensor, weights: Tensor | None = None) -> Tensor:
         """picked (n, h), weights (n,) -> for each row the (weighted) sum of its picks (R, h), in the order of picks."""
-        each = None if weights is None else weights.to(picked.dtype).index_select(0, self.places)
-        return F.embedding_bag(
-            self.places, picked, self.bounds, mode="sum", per_sample_weights=each, include_last_offset=True
-        )
+        return added_up(picked, self.places, self.bounds, weights)
 
 
 class Entries(NamedTuple):
@@ -63,6 +60,12 @@ class Entries(NamedTuple):
         order = torch.argsort(experts, stable=True)
         picks = Picks.of(rows.index_select(0, order), total)
         return cls(picks, order, torch.bincount(experts, minlength=number))
+
+
+def added_up(picked: Tensor, places: Tensor, bounds: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`Picks.add_up` from the two tables it needs."""
+    each = None if weights is None else weights.to(picked.dtype).index_select(0, places)
+    return F.embedding_bag(places, picked, bounds, mode="sum", per_sample_weights=each, include_last_offset=True)
 
 
 def gather(x: Tensor, picks: Picks) -> Tensor:
@@ -112,8 +115,13 @@ def input_product(gradient: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return y
 
 
-def weight_product(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """gradient (n, out), x (n, in) -> each expert's sum of gradient^T x: (E, out, in), zero for one without rows."""
+def weight_product(gradient: Tensor, x: Tensor, counts: Tensor, picked: Tensor | None = None) -> Tensor:
+    """gradient (n, out), x (n, in) -> each expert's sum of gradient^T x: (E, out, in), zero for one without rows.
+
+    picked (n,): which rows of x to take, where they are to be picked first.
+    """
+    if picked is not None:
+        x = x.index_select(0, picked)
     if _one_call(gradient, x):
         return torch._grouped_mm(gradient.t(), x, offs=_ends(counts))
     y = x.new_empty(len(counts), gradient.shape[1], x.shape[1])
@@ -152,30 +160,29 @@ def _ends(counts: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, picks: Picks) -> Tensor:
-        ctx.picks = picks
+        ctx.save_for_backward(picks.places, picks.bounds)
         return picks.take(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.picks.add_up(gradient.contiguous()), None
+        return added_up(gradient.contiguous(), *ctx.saved_tensors), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, picked: Tensor, weights: Tensor | None, picks: Picks) -> Tensor:
-        ctx.picks = picks
-        if weights is not None:
-            ctx.save_for_backward(picked, weights)
+        ctx.save_for_backward(picks.rows, *(() if weights is None else (picked, weights)))
         return picks.add_up(picked, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        gradient = ctx.picks.take(gradient)
-        if not ctx.saved_tensors:
+        rows, *weighted = ctx.saved_tensors
+        gradient = gradient.index_select(0, rows)
+        if not weighted:
             return gradient, None, None
-        picked, weights = ctx.saved_tensors
+        picked, weights = weighted
         d_weights = _row_products(gradient, picked, weights.dtype)
         return gradient.mul_(weights[:, None]), d_weights, None
 
@@ -193,16 +200,17 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> Tensor:
         counts = torch.tensor([len(x)], device=x.device) if entries is None else entries.counts
         both = forward_product(x if entries is None else entries.picks.take(x), gate_up, counts)
-        ctx.save_for_backward(x, weights, gate_up, down, both, counts)
-        ctx.entries, ctx.put_off, ctx.parameters = entries, put_off, (gate_up, down)
+        ctx.save_for_backward(x, weights, gate_up, down, both, counts, *(() if entries is None else entries.picks))
+        ctx.put_off, ctx.parameters = put_off, (gate_up, down)
         y = forward_product(_scaled(swiglu_forward(both), weights), down, counts)
         return y if entries is None else entries.picks.add_up(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up, down, both, counts = ctx.saved_tensors
-        picks = None if ctx.entries is None else ctx.entries.picks
+        x, weights, gate_up, down, both, counts, *tables = ctx.saved_tensors
+        x = x.detach()  # else what is put off would keep the graph behind it
+        picks = Picks(*tables) if tables else None
         gradient = gradient.contiguous() if picks is None else picks.take(gradient)
         hidden, d_hidden = swiglu_forward(both), input_product(gradient, down, counts)
         d_weights = None if weights is None else _row_products(d_hidden, hidden, weights.dtype)
@@ -210,13 +218,8 @@ class _GroupedMLP(torch.autograd.Function):
         d_both = swiglu_gradient(d_hidden, both)
         d_x = input_product(d_both, gate_up, counts)
 
-        def d_weight(gradient: Tensor, x: Tensor) -> Tensor:
-            return weight_product(gradient, x, counts)
-
-        def d_gate_up(gradient: Tensor, x: Tensor) -> Tensor:
-            return d_weight(gradient, x if picks is None else picks.take(x))
-
-        computes = (d_gate_up, (d_both, x)), (d_weight, (gradient, hidden))
+        rows = () if picks is None else (picks.rows,)
+        computes = (weight_product, (d_both, x, counts, *rows)), (weight_product, (gradient, hidden, counts))
         d_parameters: list[Tensor | None] = []
         for needed, parameter, (compute, inputs) in zip(
             ctx.needs_input_grad[2:4], ctx.parameters, computes, strict=True

@@ -175,7 +175,7 @@ class _Logits(torch.autograd.Function):
 
         if ctx.put_off is None or not ctx.needs_input_grad[1]:
             return d_tokens, d_weight(gradient, tokens) if ctx.needs_input_grad[1] else None, None
-        ctx.put_off.add(ctx.parameter, d_weight, gradient, tokens)
+        ctx.put_off.add(ctx.parameter, d_weight, gradient, tokens.detach())  # else the graph behind them stays
         return d_tokens, None, None
 
 

@@ -105,7 +105,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if spec.shared_gate else None
         self.chosen: Tensor | None = None  # (E + 1,) int64: see _count
         self.auxiliary: Tensor | None = None  # sum of the auxiliary losses in this step
-        self.sent: dict[str, Tensor] = {}  # see _note
+        self.sent: dict[tuple[str, int], Tensor] = {}  # see _note
 
     @torch.compiler.disable
     def forward(self, x: Tensor, counted: Tensor | None = None, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -167,14 +167,15 @@ class MixtureOfExperts(nn.Module):
         self.auxiliary = share if self.auxiliary is None else self.auxiliary + share
 
     def _note(self, experts: Tensor) -> None:
-        """Adds to `sent`, by what the forward is for ("step" or "evaluate"), what the router (T, k) sends each expert rank:
-        int64 (2, N), choices and rows, which are fewer where a token goes to a rank once.
+        """Adds to `sent`, by what the forward is for ("step" or "evaluate") and by micro-batch, what the router (T, k) sends
+        each expert rank: int64 (2, N), choices and rows, which are fewer where a token goes to a rank once.
 
-        The plan turns it into bytes, which are then held against those that collectives moved.
+        The plan turns it into bytes, which are then held against those that collectives moved and those that are kept.
         """
         ep = self.ranks.ep
         looking = ep.ledger.place.phase == "evaluate"
-        if ep.size == 1 or not ep.ledger.enabled or not (looking or torch.is_grad_enabled()):
+        told = ep.size > 1 or self.spec.capacity  # else the plan knows
+        if not told or not ep.ledger.enabled or not (looking or torch.is_grad_enabled()):
             return
         token, place = torch.nonzero(experts >= 0, as_tuple=True)
         to = experts[token, place].long() // (self.spec.experts // ep.size)
@@ -183,8 +184,8 @@ class MixtureOfExperts(nn.Module):
             goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
             goes[token, to] = True
             rows = goes.sum(0)
-        use = "evaluate" if looking else "step"
-        self.sent[use] = self.sent.get(use, 0) + torch.stack([choices, rows])
+        key = "evaluate" if looking else "step", ep.ledger.place.micro_batch or 0
+        self.sent[key] = self.sent.get(key, 0) + torch.stack([choices, rows])
 
 
 @dataclass(frozen=True)

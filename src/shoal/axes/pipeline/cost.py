@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from shoal.axes.pipeline.communication import Message, arrivals, departures
-from shoal.axes.pipeline.live import live_versions, peak
+from shoal.axes.pipeline.live import Size, live_versions, peak
 from shoal.axes.pipeline.schedules.instruction import Place, Schedule
 from shoal.axes.pipeline.schedules.registry import make, needs
 from shoal.axes.pipeline.simulate import simulate, stage_times
@@ -159,18 +159,22 @@ def evaluation_transfers(schedule: Schedule, rank: int, size: int) -> Iterator[T
 def activation_bytes(
     schedule: Schedule,
     rank: int,
-    whole: Sequence[float],
-    waiting: Sequence[float] | None = None,
-    kept: Sequence[float] | None = None,
+    whole: Sequence[float] | Size,
+    waiting: Sequence[float] | Size | None = None,
+    kept: Sequence[float] | Size | None = None,
 ) -> float:
     """The most bytes of activations on a rank at once.
 
-    By stage of the model, bytes of one micro-batch. whole: all that backward needs; waiting: what W needs after I; kept:
-    where backward computes again, what stays from the forward; then `whole` comes on top in backward alone: for GPipe m
-    boundary tensors and L/p layers instead of m L/p layers (spec PP-5).
+    By stage of the model, bytes of one micro-batch, or of each by (stage, micro-batch). whole: all that backward needs;
+    waiting: what W needs after I; kept: where backward computes again, what stays from the forward; then `whole` comes on
+    top in backward alone: for GPipe m boundary tensors and L/p layers instead of m L/p layers (spec PP-5).
     """
-    rest = [0.0] * schedule.stages if waiting is None else waiting
-    return peak(schedule, rank, whole, rest) if kept is None else peak(schedule, rank, kept, rest, whole)
+    held, rest = _by_micro_batch(whole), _by_micro_batch(waiting or (lambda *_: 0.0))
+    return peak(schedule, rank, held, rest) if kept is None else peak(schedule, rank, _by_micro_batch(kept), rest, held)
+
+
+def _by_micro_batch(sizes: Sequence[float] | Size) -> Size:
+    return sizes if callable(sizes) else lambda stage, micro_batch: sizes[stage]
 
 
 def weight_bytes(schedule: Schedule, rank: int, weights: Sequence[float]) -> float:

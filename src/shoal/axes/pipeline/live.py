@@ -4,11 +4,13 @@ Both follow from the orders alone, whatever the steps take.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.axes.pipeline.schedules.instruction import Place, Schedule, parts
+from shoal.axes.pipeline.schedules.instruction import Instruction, Place, Schedule, parts
+
+Size = Callable[[int, int], float]  # of a micro-batch in a stage: (stage, micro-batch) -> bytes, or any unit
 
 
 class Live(NamedTuple):
@@ -38,29 +40,30 @@ def live(schedule: Schedule, rank: int) -> list[tuple[Live, Live]]:
     return states
 
 
-def peak(
-    schedule: Schedule, rank: int, held: Sequence[float], waiting: Sequence[float], again: Sequence[float] | None = None
-) -> float:
-    """The most that is alive on a rank at once, where a micro-batch in stage s counts held[s], and waiting[s] until W.
+def peak(schedule: Schedule, rank: int, held: Size, waiting: Size, again: Size | None = None) -> float:
+    """The most that is alive on a rank at once: held from F to B or I, and then waiting from I to W.
 
-    again: by stage, what comes on top while B or I runs. With ones and zeros: the number of micro-batches times chunks.
+    again: what comes on top while B or I runs. With ones and zeros: the number of micro-batches times chunks.
     """
-    stages = [schedule.stage_of(rank, chunk) for chunk in range(schedule.chunks(rank))]
-    return max(
-        (
-            sum(held[s] * count for s, count in zip(stages, during.held, strict=True))
-            + sum(waiting[s] * count for s, count in zip(stages, during.waiting, strict=True))
-            + (max((again[stages[x.chunk]] for x in parts(step) if x.kind in "BI"), default=0) if again else 0)
-            for step, (during, _) in zip(schedule.orders[rank], live(schedule, rank), strict=True)
-        ),
-        default=0,
-    )
+    now = most = 0.0
+
+    def sized(size: Size, x: Instruction) -> float:
+        return size(schedule.stage_of(rank, x.chunk), x.micro_batch)
+
+    for step in schedule.orders[rank]:
+        now += sum(sized(held, x) for x in parts(step) if x.kind == "F")
+        on_top = max((sized(again, x) for x in parts(step) if x.kind in "BI"), default=0) if again else 0
+        most = max(most, now + on_top)
+        for x in parts(step):
+            now -= sized(held, x) if x.kind in "BI" else 0
+            now += sized(waiting, x) if x.kind == "I" else 0
+            now -= sized(waiting, x) if x.kind == "W" else 0
+    return most
 
 
 def peaks(schedule: Schedule) -> list[int]:
     """The most forwards, by rank, whose B or I is not yet done."""
-    ones, zeros = [1] * schedule.stages, [0] * schedule.stages
-    return [int(peak(schedule, rank, ones, zeros)) for rank in range(schedule.ranks)]
+    return [int(peak(schedule, rank, lambda *_: 1, lambda *_: 0)) for rank in range(schedule.ranks)]
 
 
 class Use(NamedTuple):

@@ -37,20 +37,23 @@ def kept_bytes(mode: Mode, model: ModelSpec, shape: Shape, axis: Axis, documents
     return whole - (remade_bytes(model, shape, axis, turned) if mode == "selective" else 0)
 
 
-def remade_bytes(model: ModelSpec, shape: Shape, axis: Axis, turned: bool = True, normed: bool = True) -> int:
+def remade_bytes(
+    model: ModelSpec, shape: Shape, axis: Axis, turned: bool = True, normed: bool = True, mlp: bool = True
+) -> int:
     """What selective recomputation spares a rank, of one block and one micro-batch.
 
     turned: whether queries and keys are kept as rope and norms leave them; masked attention keeps copies and slices. normed:
     whether a norm's output can be made again without other ranks; one that a column layer has gathered is not, since that
-    would take a second gather: `regather` says when one takes place anyway.
+    would take a second gather: `regather` says when one takes place anyway. mlp: as block_activations has it.
     """
     tokens, elements = shape.b * shape.s, 0
     if normed and (not axis.sequence or axis.regather):
-        elements += 2 * shape.h * (tokens // axis.ranks if axis.sequence else tokens)
+        elements += (2 if mlp else 1) * shape.h * (tokens // axis.ranks if axis.sequence else tokens)
     if turned and (model.qk_norm or model.positions == "rope"):
         heads, kv_heads = model.heads // axis.ranks, max(1, model.kv_heads // axis.ranks)
         elements += tokens * (heads + kv_heads) * model.head_size
-    return (elements + tokens * -(-model.ffn // axis.ranks)) * shape.width
+    product = -(-model.ffn // axis.ranks) if mlp else 0
+    return (elements + tokens * product) * shape.width
 
 
 def repeated_transfers(transfers: Iterable[Transfer], full: Iterable[int]) -> Iterator[Transfer]:

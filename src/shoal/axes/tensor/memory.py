@@ -35,22 +35,25 @@ class Activations:
         return self.between + self.entered + self.inside + self.mask
 
 
-def block_activations(model: ModelSpec, shape: Shape, axis: Axis, documents: bool = False) -> Activations:
+def block_activations(
+    model: ModelSpec, shape: Shape, axis: Axis, documents: bool = False, mlp: bool = True
+) -> Activations:
     """What autograd keeps of one block's forward on a rank of the tensor axis, the block's input included.
 
-    documents: whether attention sees only tokens of the same document. Weights and the rotation of rope, which all
-    blocks share, do not count.
+    documents: whether attention sees only tokens of the same document. mlp: False leaves out the MLP and what enters it,
+    where experts take its place. Weights and the rotation of rope, which all blocks share, do not count.
     """
     tokens = shape.b * shape.s
     part = tokens // axis.ranks if axis.sequence else tokens
     hidden = 2 * shape.h * shape.width  # of a token, at the entry of both pairs
     masks = 2 * shape.h * MASK if model.dropout else 0
     entered = part if axis.regather else tokens
+    inner = _mlp(model, axis.ranks) if mlp else 0
     queries, mask = masked_products(model, shape.s, documents), shape.width * (shape.b if documents else 1)
     return Activations(
         between=part * (hidden + 2 * _statistics(model, shape.width) + masks),
-        entered=entered * hidden,
-        inside=tokens * (_attention(model, shape, axis.ranks, documents) + _mlp(model, axis.ranks) * shape.width),
+        entered=entered * (hidden if mlp else hidden // 2),
+        inside=tokens * (_attention(model, shape, axis.ranks, documents) + inner * shape.width),
         mask=mask * sum(rows * keys for rows, keys in queries),
     )
 
