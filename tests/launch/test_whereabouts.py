@@ -1,7 +1,10 @@
 """Where every rank is: what is written down, and what a person is told of it. Records made by hand, and real ones."""
 
 import dataclasses
+import os
 import re
+import signal
+import subprocess
 import time
 
 import pytest
@@ -12,9 +15,10 @@ from shoal.comm.exchange import exchange
 from shoal.comm.faults import explain
 from shoal.comm.ledger import Ledger, Place
 from shoal.comm.ring_run import ring_all_reduce
-from shoal.comm.whereabouts import SAVE, LastCall, Record, Whereabouts, clear, read
+from shoal.comm.whereabouts import SAVE, TOLD, LastCall, Record, Whereabouts, clear, read
 from shoal.comm.world import World
-from shoal.launch.report import dead_by_records, kind_of
+from shoal.launch.local import Stopped
+from shoal.launch.report import RankDied, dead_by_records, kind_of, telling
 from shoal.mesh import Mesh
 
 
@@ -244,6 +248,30 @@ def test_an_error_of_ones_own_is_told_from_one_that_others_caused():
     assert kind_of(RuntimeError(gloo)) == "late"
     assert kind_of(RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1")) == "lost"
     assert kind_of(RuntimeError("shapes differ")) == kind_of(ValueError(gloo)) == "failed"
+    assert kind_of(Stopped(signal.SIGTERM)) == kind_of(KeyboardInterrupt()) == "stopped"
+
+
+def test_a_rank_that_is_told_to_end_speaks_for_a_peer_that_is_gone_and_only_then(tmp_path, monkeypatch):
+    """torchrun ends the others as soon as a rank is gone, which they may not have noticed; a person ends all of them."""
+    monkeypatch.setattr("shoal.launch.report.GRACE", 0.01)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for number, process in ((0, os.getpid()), (1, os.getpid())):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        Whereabouts(tmp_path, number, 2).step(3)
+    with pytest.raises(Stopped), telling(tmp_path, 0):
+        raise Stopped(signal.SIGTERM)
+    monkeypatch.setattr(os, "getpid", lambda: gone.pid)
+    peer = Whereabouts(tmp_path, 1, 2)
+    peer.step(3)
+    with pytest.raises(RankDied, match=r"^rank 1 died in step 3"), telling(tmp_path, 0):
+        raise Stopped(signal.SIGTERM)
+    with pytest.raises(SystemExit), telling(tmp_path, 0):  # it has been told
+        raise Stopped(signal.SIGTERM)
+    (tmp_path / TOLD).unlink()
+    peer.ended("stopped", "stopped by SIGTERM")
+    with pytest.raises(Stopped), telling(tmp_path, 0):
+        raise Stopped(signal.SIGTERM)
 
 
 # ---- real collectives

@@ -276,3 +276,18 @@ def test_the_report_says_in_which_collective_the_rank_was_that_was_killed_in_it(
         f"rank 1 was killed by SIGKILL in step 2, backward, micro-batch 0, in {call}; no rank waited for it yet"
     ), run.errors
     assert re.match(r"  rank 0: in step 2, forward, layer 0, micro-batch 0; in no call to others", run.report()[1])
+
+
+def test_a_run_under_torchrun_that_a_person_ends_accuses_nobody(corpus, tmp_path):
+    run = Run(tmp_path / "case", corpus, Case("dp=2", 0, 10**6, "forward", "kill", says="", launcher="torchrun"), 60)
+    try:
+        deadline = time.monotonic() + 60
+        while not (run.out / "metrics.jsonl").exists() or not (run.out / "metrics.jsonl").read_text():
+            assert time.monotonic() < deadline, "no step was done"
+            time.sleep(0.1)
+        run.processes[0].send_signal(signal.SIGTERM)
+        run.end()
+    finally:
+        run.kill()
+    assert run.codes != [0] and "metrics.jsonl" in run.errors
+    assert not re.search("died|failed|waited for", run.errors.split("Traceback")[0]), run.errors

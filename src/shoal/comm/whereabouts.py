@@ -82,7 +82,9 @@ class Nowhere:
         return SILENT
 
     def ended(self, kind: str, said: str = "") -> None:
-        """How the rank ends: "done", "failed" by itself, "lost" its peer, "late": waited too long; and its error's words."""
+        """How the rank ends: "done", "failed" by itself, "lost" its peer, "late": waited too long, "stopped" by
+        a signal; and its error's words.
+        """
 
 
 SILENT_CALL, SILENT, NOWHERE = Call(), Calls(), Nowhere()

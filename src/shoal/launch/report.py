@@ -42,6 +42,8 @@ class RankDied(RuntimeError):
 
 def kind_of(error: BaseException) -> str:
     """Why a rank ends, as Nowhere.ended has it."""
+    if not isinstance(error, Exception):
+        return "stopped"
     return kind_of_words(words_of(error)) if isinstance(error, RuntimeError) else "failed"
 
 
@@ -122,11 +124,11 @@ def telling(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # whoever started the ranks may tell us to end before we have noticed that a peer is gone
-        stopped = not isinstance(error, Exception | SystemExit)
-        kind = "late" if stopped else kind_of(error)
-        if kind == "failed" or not folder.exists() or (stopped and not dead_by_records(read(folder), rank)):
+        kind = kind_of(error)
+        if kind == "failed" or not folder.exists():
             raise
+        if kind == "stopped" and not dead_by_records(read(folder), rank):
+            raise  # else who started the ranks ends us because of that rank, of which we have not heard ourselves yet
         with suppress(BaseException):  # whoever started the ranks ends them as soon as one is gone: tell at once
             time.sleep(GRACE)
         records = read(folder)
