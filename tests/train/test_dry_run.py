@@ -19,6 +19,8 @@ from shoal.spec.errors import RequestError
 from shoal.spec.inventory import flops_per_token
 from shoal.spec.layout import Layout, layout_tree
 from shoal.train.trainer import Trainer
+from shoal.verify.known import evenly
+from shoal.verify.matrix import DEEPSEEK
 from shoal.verify.measure import measured_step
 from shoal.verify.rehearsal import WithoutValues, rehearse
 from shoal.verify.trial import MadeUpBatches
@@ -38,7 +40,8 @@ LAYOUTS = [
 
 
 def job(layout, model="tiny", **train):
-    small = small_job(job_from_tree({"model": {"preset": model}, "layout": layout_tree(layout)}))
+    tree = {"model": {"preset": model} if isinstance(model, str) else model, "layout": layout_tree(layout)}
+    small = small_job(job_from_tree(tree))
     return replace(small, train=replace(small.train, dtype="float32", **train))
 
 
@@ -76,6 +79,91 @@ def test_every_kind_of_model(model):
         for dtype in ("float32", "bfloat16"):
             for rank in range(2):
                 assert rehearse(replace(this, train=replace(this.train, dtype=dtype)), rank).failures == []
+
+
+WITH_EXPERTS = [
+    "dp=4,ep=4",
+    "dp=2,ep=2,tp=2,etp=2,sp,zero=3,recompute=full",
+    "tp=2,cp=2,ep=4,dedup,recompute=selective",
+    "dp=4,ep=4,pp=2,schedule=zb-h1,dedup,micro_batches=3",
+    "dp=2,tp=2,pp=2,ep=4,sp,zero=2,schedule=interleaved,v=2",
+    "tp=4,etp=4,pp=2,schedule=dualpipe",
+]
+EXPERTS = {  # the second with a dense layer before
+    "plain": {"experts": 8, "top_k": 3, "expert_ffn": 32, "z_loss": 0.01},
+    "deepseek": DEEPSEEK["model"]["moe"] | {"experts": 8, "top_k": 2, "shared_gate": True, "aux_loss": 0.01},
+}
+
+
+def really_evenly(rank, world, jobs):
+    """`really`, with routers that choose as a dry run takes them to."""
+    topk = torch.Tensor.topk
+
+    def even(x, k, dim=-1):
+        assert dim == -1
+        chosen = topk(x, k, dim)
+        return type(chosen)((chosen.values, evenly(chosen.indices.shape, x.shape[-1])))
+
+    torch.Tensor.topk = even
+    try:
+        return really(rank, world, jobs)
+    finally:
+        torch.Tensor.topk = topk
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_do_in_a_dry_run_what_they_do_in_a_real_one_with_even_routing(pool, kind, world):
+    models = {"preset": "moe-tiny", "moe": EXPERTS[kind]}
+    jobs = [this for this in (job(layout, models) for layout in WITH_EXPERTS) if this.layout.world == world]
+    answers = pool.run(really_evenly, world, jobs)
+    for rank in (1, world - 2):
+        for this, (transfers, held) in zip(jobs, answers[rank], strict=True):
+            dry = rehearse(this, rank)
+            assert dry.failures == [], f"{this.layout}, rank {rank}"
+            assert Counter(dry.transfers) == Counter(transfers), f"{this.layout}, rank {rank}: place by place"
+            assert {row.category: row.measured for row in dry.memory} == held, f"{this.layout}, rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["tp=3", "tp=3,etp=3", "pp=2,schedule=pipedream"])
+def test_experts_of_ranks_that_tokens_are_not_shared_out_to_evenly(layout):
+    this = job(layout, {"preset": "moe-tiny", "moe": EXPERTS["plain"]})
+    for rank in range(this.layout.world):
+        assert rehearse(this, rank).failures == []
+
+
+@pytest.mark.parametrize("layout", ["dp=4,ep=4,dedup", "tp=2,cp=2,ep=2,sp"])
+def test_what_experts_drop_for_want_of_capacity(layout):
+    """Which rank's tokens are dropped depends on those of others, so ranks differ in a real run."""
+    drops = {"experts": 8, "top_k": 2, "expert_ffn": 32, "capacity": 0.75, "balance": "micro_batch"}
+    this, full = (job(layout, {"preset": "moe-tiny", "moe": drops | {"capacity": c}}) for c in (0.75, 0.0))
+    dry = rehearse(this, 1)
+    assert dry.failures == [] and 0.7 < dry.flops["products"][1] / rehearse(full, 1).flops["products"][1] < 0.95
+
+
+def test_a_rank_of_a_large_mixture_of_experts():
+    """DeepSeek-V3's sizes over 512 ranks, by hand: 58 layers of 256 experts, of which a rank has four of each of two stages."""
+    moe = DEEPSEEK["model"]["moe"] | {"experts": 256, "top_k": 8, "groups": 8, "groups_kept": 4, "expert_ffn": 2048}
+    h = 7168
+    model = {"layers": 8, "hidden": h, "heads": 128, "kv_heads": 128, "head_size": 128, "ffn": 18432, "vocab": 129280,
+             "positions_max": 4096, "moe": moe | {"first_dense": 3}}  # fmt: skip
+    tree = {
+        "model": model,
+        "layout": layout_tree("dp=128,pp=4,ep=64,zero=1,dedup,micro_batches=4"),
+        "train": {"batch": 512, "dtype": "bfloat16"},
+        "data": {"sequence": 4096},
+    }
+    dry = rehearse(job_from_tree(tree), 511)
+    assert dry.failures == [] and all(row.predicted == row.measured for row in dry.memory)
+    held = {row.category: row.measured for row in dry.memory}
+    experts, shared = 4 * 3 * h * 2048, 3 * h * 2048
+    layer = 4 * h * 128 * 128 + experts + shared + 256 * h + 2 * h
+    assert held["weights"] == 2 * (2 * layer + 129280 * h + h)
+    # A token goes to eight experts a group apart, so to eight ranks: seven in eight of its rows, and of 64 ranks one is its own.
+    rows = 4 * 4096 * 8 * 63 // 64
+    (forward,) = (sum(t.sent for t in dry.transfers if (t.phase, t.axis) == ("forward", "ep") and t.layer == 6),)
+    counts, weights, places = 4 * 63 * 5 * 8, rows * 4, rows * 4
+    assert forward == rows * h * 2 * 2 + counts + weights + places
 
 
 def test_flops_of_all_ranks_are_those_of_the_model():

@@ -53,7 +53,7 @@ def fixed_transfers(job: Job, mesh: Mesh, rank: int, layer: int, micro_batch: in
     b, s, tensor = job.micro_batch, job.own_sequence, mesh.coordinate("tp", rank)
     scope = scope_axes(layout, moe)
     group = mesh.group(scope, rank)
-    held = _own_tokens(job, mesh, rank) * len(group)
+    held = own_tokens(job, mesh, rank) * len(group)
     yield from cost.statistics_transfers(
         "+".join(scope),
         len(group),
@@ -94,7 +94,7 @@ def expected_transfers(job: Job, mesh: Mesh, rank: int, layer: int, micro_batch:
     assert moe is not None
     if layout.ep > 1:
         b, s = job.micro_batch, job.own_sequence
-        tokens = b * s if layout.etp > 1 else _own_tokens(job, mesh, rank)
+        tokens = b * s if layout.etp > 1 else own_tokens(job, mesh, rank)
         choices, rows = (
             cost.expected_rows(tokens, moe.top_k, moe.experts, layout.ep, dedup) for dedup in (False, layout.dedup)
         )
@@ -129,6 +129,15 @@ def routed_transfers(
             yield from repeated_transfers(moved, full)
 
 
+def routed_step(job: Job, rank: int, routed: Mapping[int, Routed]) -> Iterator[Transfer]:
+    """The same of one step, from what routers sent in each of its micro-batches."""
+    sent = {
+        member: {layer: {"step": tables.sum(0)} for layer, tables in of_rank.items()}
+        for member, of_rank in routed.items()
+    }
+    yield from routed_transfers(job, rank, sent, "step", 1, job.layout.micro_batches)
+
+
 def mixture_bytes(
     job: Job, rank: int, micro_batch: int, routed: Mapping[int, Routed] | None, layer: int, selective: bool
 ) -> Mixture | None:
@@ -142,7 +151,7 @@ def mixture_bytes(
         return None
     mesh, tensor = mesh_of(job), layout.tp_size
     part = job.own_sequence // (tensor if layout.sp else 1)
-    own = _own_tokens(job, mesh, rank) // job.micro_batch
+    own = own_tokens(job, mesh, rank) // job.micro_batch
     gathered = tensor if layout.etp > 1 and layout.sp else 1
     around = memory.Around.of(moe, job.micro_batch, part, own, gathered)
     sizes = memory.Sizes(
@@ -154,13 +163,28 @@ def mixture_bytes(
         layout.dedup,
         WIDTH[job.train.dtype],
     )
-    if routed is not None and (layout.ep > 1 or moe.capacity):
-        group = mesh.group("ep", rank)
-        choices, rows = np.stack([routed[member][layer][micro_batch] for member in group], axis=1)
-        flow = memory.Flow.between(choices, rows, group.index(rank))
-    else:
-        flow = memory.Flow.mean(around.whole, moe.top_k, moe.experts, layout.ep, layout.dedup)
+    flow = _flow(job, rank, layer, micro_batch, around.whole, routed)
     return memory.mixture(moe, sizes, around, flow, selective)
+
+
+def expert_rows(job: Job, rank: int, layer: int, micro_batch: int, routed: Mapping[int, Routed] | None) -> float:
+    """Rows that the experts of `rank` compute in a layer for a micro-batch; routed: as in `mixture_bytes`."""
+    layout = job.layout
+    tokens = own_tokens(job, mesh_of(job), rank) * (layout.tp_size if layout.etp > 1 and layout.sp else 1)
+    return _flow(job, rank, layer, micro_batch, tokens, routed).came
+
+
+def _flow(
+    job: Job, rank: int, layer: int, micro_batch: int, tokens: int, routed: Mapping[int, Routed] | None
+) -> memory.Flow:
+    """tokens: of this rank, whole where tensor ranks gather them."""
+    moe, layout = job.model.moe, job.layout
+    assert moe is not None
+    if routed is None or (layout.ep == 1 and not moe.capacity):
+        return memory.Flow.mean(tokens, moe.top_k, moe.experts, layout.ep, layout.dedup)
+    group = mesh_of(job).group("ep", rank)
+    choices, rows = np.stack([routed[member][layer][micro_batch] for member in group], axis=1)
+    return memory.Flow.between(choices, rows, group.index(rank))
 
 
 def evaluated(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
@@ -188,7 +212,7 @@ def _moved(
         yield cost.place_transfer(choices, index, calls, layer, micro_batch)
 
 
-def _own_tokens(job: Job, mesh: Mesh, rank: int) -> int:
+def own_tokens(job: Job, mesh: Mesh, rank: int) -> int:
     """Tokens of a micro-batch for which `rank` chooses experts."""
     layout, own = job.layout, job.own_sequence
     if layout.routes_apart:

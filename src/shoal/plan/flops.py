@@ -5,6 +5,7 @@ functions and the optimizer count nothing. Attention counts as torch computes it
 masked, so only the pairs that see each other; all pairs of a tile that has a mask.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from math import prod
 
@@ -14,6 +15,7 @@ from shoal.axes.piece import Piece
 from shoal.axes.pipeline.stage import Stage
 from shoal.axes.tensor.memory import masked_products
 from shoal.mesh import Mesh
+from shoal.plan.experts import Routed, expert_rows, own_tokens
 from shoal.plan.pieces import TIED, mesh_of, pieces_of
 from shoal.plan.stages import stages_for
 from shoal.plan.traffic import crossing
@@ -23,44 +25,62 @@ from shoal.spec.job import Job
 FORWARD, STEP = 2, 6  # per multiplication
 
 
-def step_flops(job: Job, rank: int) -> dict[str, int]:
-    """Of one training step on `rank` in which every target counts: "products" and "attention"."""
+def step_flops(job: Job, rank: int, routed: Mapping[int, Routed] | None = None) -> dict[str, int]:
+    """Of one training step on `rank` in which every target counts: "products" and "attention".
+
+    routed: by rank of the world what routers sent in it; None: experts have as many tokens as they have on average.
+    """
     mesh, pieces = mesh_of(job), pieces_of(job, rank)
     attention = _pairs(job, mesh, rank)
-    of_stage = cache(lambda stage: _products(job, stage, pieces))
+    chooses = own_tokens(job, mesh, rank)
+    of_stage = cache(lambda stage: _products(job, stage, pieces, chooses))
     totals = {"products": 0, "attention": 0}
     for micro_batch in range(job.layout.micro_batches):
         for stage in stages_for(job, mesh, rank, micro_batch):
             totals["products"] += of_stage(stage)
+            for layer in set(stage.layers) & set(job.model.mixtures):
+                again = layer in stage.full()
+                totals["products"] += _experts(job, rank, layer, micro_batch, again, routed)
             totals["attention"] += attention * (STEP * len(stage.layers) + FORWARD * len(stage.full()))
     return totals
 
 
-def _products(job: Job, stage: Stage, pieces: list[Piece]) -> int:
+def _products(job: Job, stage: Stage, pieces: list[Piece], chooses: int) -> int:
     """Of a stage's matrix products for one micro-batch. A rank of a grid forms as many: its part of q blocks of tokens."""
     again = {f"blocks.{layer}" for layer in stage.full()}
     blocks = {f"blocks.{layer}" for layer in stage.layers}
     flops = 0.0
     for piece in pieces:
         parameter = piece.parameter
-        if parameter.unit in blocks and parameter.decay:
-            flops += prod(piece.shape) * _use(job, parameter) * (STEP + FORWARD * (parameter.unit in again))
+        if parameter.unit in blocks and parameter.decay and not parameter.experts:
+            flops += prod(piece.shape) * _use(job, parameter, chooses) * (STEP + FORWARD * (parameter.unit in again))
         elif stage.last and parameter.name == (TIED if job.model.tied else "head.weight"):
             flops += _head(job, piece)
     return round(flops * job.micro_batch * job.own_sequence)
 
 
-def _use(job: Job, parameter: Parameter) -> float:
-    """How often a rank uses a parameter of a block for each of its tokens: experts as often as tokens choose them on average.
+def _use(job: Job, parameter: Parameter, chooses: int) -> float:
+    """How often a rank uses a parameter of a block, which no routed expert has, for each of its tokens.
 
-    Tensor ranks that do not cut a mixture of experts share its tokens out, and its router's where the sequence is cut.
+    chooses: how many of them it chooses experts for. Tensor ranks that do not cut a mixture of experts share its tokens
+    out, and its router's where the sequence is cut.
     """
-    layout, moe = job.layout, job.model.moe
-    if moe is None or not parameter.mixture:
-        return 1
-    apart = layout.etp == 1 or (layout.sp and parameter.cut is None)
-    use = 1 / layout.tp_size if apart else 1.0
-    return use * layout.ep * moe.top_k / moe.experts if parameter.experts else use
+    layout = job.layout
+    apart = parameter.mixture and (layout.etp == 1 or (layout.sp and parameter.cut is None))
+    return chooses / (job.micro_batch * job.own_sequence) if apart else 1.0
+
+
+def _experts(
+    job: Job, rank: int, layer: int, micro_batch: int, again: bool, routed: Mapping[int, Routed] | None
+) -> int:
+    """Of a layer's routed experts for one micro-batch, and of its auxiliary losses, a product over experts for each token."""
+    moe = job.model.moe
+    assert moe is not None
+    rows = expert_rows(job, rank, layer, micro_batch, routed)
+    flops = (STEP + FORWARD * again) * rows * 3 * job.model.hidden * -(-moe.expert_ffn // job.layout.etp)
+    if moe.losses:  # loads have no gradient, so backward has one product
+        flops += FORWARD * (2 + again) * own_tokens(job, mesh_of(job), rank) * moe.experts
+    return round(flops)
 
 
 def _head(job: Job, piece: Piece) -> int:

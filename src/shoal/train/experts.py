@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.axes.expert.run import (
     ExpertRanks,
@@ -24,6 +25,11 @@ from shoal.spec.job import Job
 from shoal.spec.moe import MoESpec
 
 USES = ("step", "evaluate")
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """The values of a tensor."""
+    return x.cpu().numpy()
 
 
 def mixture_of(job: Job, world: World) -> Callable[[int, MoESpec], MixtureOfExperts]:
@@ -84,15 +90,15 @@ class Mixtures:
                 }
         return found
 
-    def routed(self) -> Routed:
-        """The same of training steps, by micro-batch."""
-        nothing = torch.zeros(2, self.job.layout.ep, dtype=torch.int64)
-        count = self.job.layout.micro_batches
-        return {
-            layer: np.stack([mixture.sent.get(("step", i), nothing).cpu().numpy() for i in range(count)])
-            for layer, mixture in self.layers.items()
-            if mixture is not None
-        }
+    def routed(self, values: Callable[[Tensor], np.ndarray] = as_array) -> Routed:
+        """The same of training steps, by micro-batch. values: of a tensor."""
+        nothing, count = np.zeros((2, self.job.layout.ep), np.int64), self.job.layout.micro_batches
+        found = {}
+        for layer, mixture in self.layers.items():
+            if mixture is not None:
+                sent = [mixture.sent.get(("step", micro_batch)) for micro_batch in range(count)]
+                found[layer] = np.stack([nothing if x is None else values(x) for x in sent])
+        return found
 
     def sent_by_all(self) -> dict[int, Sent]:
         """The same of every rank that this one exchanges tokens with, by rank; all of these call it, nothing is counted."""

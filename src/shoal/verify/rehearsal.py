@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.rehearsal import rehearsed
+from shoal.plan.experts import routed_step
 from shoal.plan.flops import step_flops
 from shoal.plan.memory import memory
 from shoal.plan.pieces import mesh_of
@@ -30,6 +31,7 @@ from shoal.train.trainer import Trainer
 from shoal.transfer import Transfer
 from shoal.verify.audit import MemoryRow, Row, audit, audit_memory
 from shoal.verify.flops import count
+from shoal.verify.known import Known
 from shoal.verify.measure import measured_step
 
 
@@ -86,41 +88,41 @@ class Rehearsal:
 def rehearse(job: Job, rank: int) -> Rehearsal:
     """Rehearses one step of `rank` of the job's layout. Every target counts, and blocks are not compiled.
 
+    Experts are chosen evenly (verify/known.py), alike on all ranks, and the plan is that of this routing.
+
     Raises RequestError for a rank that is not in the layout, and for what needs values or real files.
     """
     _refuse(job)
     started = time.perf_counter()
     eager = replace(job, train=replace(job.train, compile=False))
     mesh = mesh_of(job)
-    with rehearsed(mesh, rank) as world, FakeTensorMode(), WithoutValues() as seen:
+    with rehearsed(mesh, rank) as world, FakeTensorMode(), WithoutValues(job.model.moe is not None) as seen:
         trainer = Trainer(eager, world, Blank(job), drawn=False)
         if job.layout.zero == 3:
             with world.ledger.off():
                 trainer.step(0)  # in which stage 3 learns what to fetch ahead
         seen.begin(trainer.model.parameters())
+        before = trainer.mixtures.routed(seen.array)
         held = measured_step(trainer, 0)
+        routed = {layer: after - before[layer] for layer, after in trainer.mixtures.routed(seen.array).items()}
     transfers = world.ledger.transfers()
+    everywhere = dict.fromkeys(mesh.group("ep", rank), routed)
+    planned = [*step_transfers(job, rank, tokens=False), *routed_step(job, rank, everywhere)]
     return Rehearsal(
         str(job.layout),
         mesh.world,
         rank,
         mesh.coordinates(rank),
         transfers,
-        audit([step_transfers(job, rank)], [transfers]),
-        audit_memory(rank, memory(job, rank), held),
-        {kind: (planned, seen.flops[kind]) for kind, planned in step_flops(job, rank).items()},
+        audit([planned], [transfers]),
+        audit_memory(rank, memory(job, rank, everywhere), held),
+        {kind: (flops, seen.flops[kind]) for kind, flops in step_flops(job, rank, everywhere).items()},
         seen.most,
         time.perf_counter() - started,
     )
 
 
 def _refuse(job: Job) -> None:
-    if job.model.moe:
-        raise RequestError(
-            "model.moe",
-            f"model.moe: which experts the tokens of {job.model.name} go to depends on values, of which a dry run has none; "
-            "a dense model would do",
-        )
     if job.train.offload == "disk":
         raise RequestError("train.offload", "train.offload = disk would write real files in a dry run; host would do")
     if job.data.packing == "packed" and job.layout.cp > 1:
@@ -146,11 +148,13 @@ class Blank:
 class WithoutValues(TorchDispatchMode):
     """Inside a FakeTensorMode: whoever asks a tensor for a value hears 1, or "all of it"; shapes, memory and work are real.
 
-    flops: floating-point operations by kind. now, most: bytes of all tensors alive, and the most so far.
+    integers: whether those of integers are known all the same, as routing wants it. flops: floating-point operations by kind.
+    now, most: bytes of all tensors alive, and the most so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, integers: bool = False) -> None:
         super().__init__()
+        self.known = Known() if integers else None
         self.flops: Counter[str] = Counter()
         self.now = self.most = 0
         self._sizes: dict[int, int] = {}  # of living storages, by address
@@ -163,14 +167,24 @@ class WithoutValues(TorchDispatchMode):
         self._look_again()
         self.most = self.now
 
+    def array(self, x: Tensor) -> np.ndarray:
+        """What a tensor of integers holds."""
+        found = self.known.array(x) if self.known else None
+        assert found is not None, "asked for a value that nobody knows"
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        match func:
-            case torch.ops.aten._local_scalar_dense.default:
-                return _one(args[0].dtype)
-            case torch.ops.aten.nonzero.default:
-                return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        value = self.known.value(args[0]) if self.known and args and isinstance(args[0], Tensor) else None
+        if value is None:
+            match func:
+                case torch.ops.aten._local_scalar_dense.default:
+                    return _one(args[0].dtype)
+                case torch.ops.aten.nonzero.default:
+                    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            return self.array(args[0]).item()
         count(func, args, self.flops)
-        result = func(*args, **(kwargs or {}))
+        result = self.known.call(func, args, kwargs or {}) if self.known else func(*args, **(kwargs or {}))
         for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ():
             if isinstance(x, Tensor):
                 self._meet(x.untyped_storage())

@@ -21,13 +21,13 @@ DROPPED = -1  # stands for an expert that was chosen and had no capacity left
 
 
 class Routing(NamedTuple):
-    """experts (T, k) int64 and weights (T, k): what each token uses. shares (T, E): its scores, adding up to 1, and
-    logits (T, E), for the losses. In float32 at least.
+    """experts (T, k) int64 and weights (T, k): what each token uses. scores (T, E), softmax or sigmoid of the logits
+    (T, E), and these: for the losses. In float32 at least.
     """
 
     experts: Tensor
     weights: Tensor
-    shares: Tensor
+    scores: Tensor
     logits: Tensor
 
 
@@ -70,8 +70,7 @@ def route(logits: Tensor, bias: Tensor | None, spec: MoESpec) -> Routing:
     weights = scores.gather(1, experts)
     if spec.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as DeepSeek's: sigmoids can all be 0
-    shares = scores if spec.router == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return Routing(experts, weights * spec.scaling, shares, logits)
+    return Routing(experts, weights * spec.scaling, scores, logits)
 
 
 def _allowed(choice: Tensor, spec: MoESpec) -> Tensor:
@@ -89,7 +88,8 @@ def auxiliary_loss(
     """This rank's share of a layer's auxiliary losses, a scalar; the shares of all ranks that route tokens add up.
 
     For a scope of n tokens, c_i of which chose expert i,
-        balance = E / (k n) sum_i c_i P_i, P_i the mean share of expert i (Switch, GShard; 1 at uniform load),
+        balance = E / (k n) sum_i c_i P_i, P_i the mean share of expert i (Switch, GShard; 1 at uniform load), a token's
+            scores divided by their sum,
         z = mean of logsumexp(logits)^2 (ST-MoE),
     and the sum over scopes of W (aux_loss balance + z_loss z), W the tokens of the scope whose targets count, is added
     to the sum of cross-entropies. Divided by all targets that count, the loss is the mean cross-entropy plus the mean
@@ -100,7 +100,10 @@ def auxiliary_loss(
     all-reduce) each rank's part of the sum over tokens is its own.
     """
     scopes = sequences if spec.balance == "sequence" else 1
-    tokens, experts = routing.shares.shape
+    shares = routing.scores  # of a softmax
+    if spec.router == "sigmoid":
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    tokens, experts = shares.shape
     with torch.no_grad():
         scope = torch.arange(scopes, device=routing.experts.device).repeat_interleave(tokens // scopes)
         cells = (scope[:, None] * experts + routing.experts).flatten()
@@ -108,11 +111,9 @@ def auxiliary_loss(
         sums[:, :experts] = torch.bincount(cells, minlength=scopes * experts).view(scopes, experts)
         sums[:, experts] = tokens // scopes
         sums[:, experts + 1] = tokens // scopes if counted is None else counted.view(scopes, -1).sum(1)
-        chosen, total, weight = (
-            collectives.all_reduce(sums, same_scope).to(routing.shares.dtype).split([experts, 1, 1], dim=1)
-        )
+        chosen, total, weight = collectives.all_reduce(sums, same_scope).to(shares.dtype).split([experts, 1, 1], dim=1)
         slopes = spec.aux_loss * experts / (spec.top_k * total) * chosen
-    terms = torch.bmm(routing.shares.view(scopes, -1, experts), slopes[..., None]).squeeze(-1)
+    terms = torch.bmm(shares.view(scopes, -1, experts), slopes[..., None]).squeeze(-1)
     if spec.z_loss:
         terms = terms + spec.z_loss * routing.logits.logsumexp(-1).square().view(scopes, -1)
     return (terms * (weight / total)).sum()
