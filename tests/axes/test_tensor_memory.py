@@ -222,7 +222,7 @@ def test_a_gpt_block_keeps_what_is_published_without_the_softmax(t, sequence):
 def test_two_ranks_that_share_a_kv_head_by_hand():
     """32 tokens, one query head and one KV head of 4 features, 7 of 50 MLP columns; masks are of no rank's part."""
     shape = Shape(2, 16, 32, 4)
-    projection, turned, output, sums, mlp = 3 * 4, 2 * 4, 4, 1, 3 * 7
-    assert block_activations(GROUPED, shape, Axis(8, 0)).inside == 32 * 4 * (projection + turned + output + sums + mlp)
+    turned, values, output, sums, mlp = 2 * 4, 4, 4, 1, 3 * 7
+    assert block_activations(GROUPED, shape, Axis(8, 0)).inside == 32 * 4 * (turned + values + output + sums + mlp)
     assert block_activations(replace(GROUPED, window=4), shape, Axis(8, 0)).mask == 16 * 16 * 4
     assert block_activations(GROUPED, shape, Axis(8, 0), documents=True).mask == 2 * 16 * 16 * 4

@@ -74,7 +74,7 @@ def test_one_layer_by_hand():
     this = replace(this, data=replace(this.data, sequence=4))
     parameters = 2 * 32 * 8 + 3 * 8 + 4 * 8 * 8 + 3 * 8 * 16
     token = 2 * 8 + 2 * 8  # the inputs of both norms, and what they give
-    token += 3 * 8 + 2 * 8 + 8  # the projection, for the sake of its values; queries and keys turned; the output
+    token += 2 * 8 + 8 + 8  # queries and keys, turned; values; the output
     token += 3 * 16  # gate, up and their product
     statistics = 2 + 2  # of the norms, and of each head's softmax, in float32
     token = 2 * token + 4 * statistics

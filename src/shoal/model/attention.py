@@ -65,7 +65,7 @@ class Attention(nn.Module):
     """Self-attention with grouped KV heads (Ainslie et al. 2023), each rank over its own heads; x (b, s, h) -> (b, s, h).
 
     crossing: attends across context ranks, of which each has a part of the sequence; None: the sequence is whole here.
-    selective: whether normed and turned queries and keys are made again in backward.
+    selective: whether queries and keys, where they have norms, are normed and turned again in backward.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class Attention(nn.Module):
             .unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_size))
             .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         )
+        if turn is not None and not self.qk_norm:
+            v = v.contiguous()  # else queries and keys as they were stay in memory with it, which nothing else needs
 
         def attended(q: Tensor, k: Tensor) -> Tensor:
             if self.crossing is None:
@@ -100,8 +102,9 @@ class Attention(nn.Module):
         q_norm, k_norm = (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
         placed_q = Cheap(partial(_placed, norm=q_norm, turn=turn), (q,))
         placed_k = Cheap(partial(_placed, norm=k_norm, turn=turn), (k,))
-        # Under a mask attention works on copies and slices of queries and keys; without rope and norms on the projection.
-        wanted = self.selective and (self.qk_norm or turn is not None) and not isinstance(seen, Tensor)
+        # Only norms over heads need the projection in backward, so only there it is kept anyway. Under a mask attention works
+        # on copies and slices of queries and keys.
+        wanted = self.selective and self.qk_norm and not isinstance(seen, Tensor)
         y = remade(attended, placed_q, placed_k, wanted=wanted)
         return self.out(y.flatten(2))
 

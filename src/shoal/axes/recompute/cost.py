@@ -28,7 +28,7 @@ def kept_bytes(mode: Mode, model: ModelSpec, shape: Shape, axis: Axis, documents
     """What a rank keeps of one block and one micro-batch from forward to backward; the sequence is whole.
 
     full: the block's input, 2 s b h bytes at 16 bits, divided by t with sequence parallelism. selective: all but the
-    outputs of both norms, the turned queries and keys, and the activation function's result.
+    outputs of both norms, queries and keys where these have norms, and the activation function's result.
     """
     if mode == "full":
         return shape.elements * shape.width // (axis.ranks if axis.sequence else 1)
@@ -42,14 +42,14 @@ def remade_bytes(
 ) -> int:
     """What selective recomputation spares a rank, of one block and one micro-batch.
 
-    turned: whether queries and keys are kept as rope and norms leave them; masked attention keeps copies and slices. normed:
+    turned: whether queries and keys are kept as norms and rope leave them; masked attention keeps copies and slices. normed:
     whether a norm's output can be made again without other ranks; one that a column layer has gathered is not, since that
     would take a second gather: `regather` says when one takes place anyway. mlp: as block_activations has it.
     """
     tokens, elements = shape.b * shape.s, 0
     if normed and (not axis.sequence or axis.regather):
         elements += (2 if mlp else 1) * shape.h * (tokens // axis.ranks if axis.sequence else tokens)
-    if turned and (model.qk_norm or model.positions == "rope"):
+    if turned and model.qk_norm:
         heads, kv_heads = model.heads // axis.ranks, max(1, model.kv_heads // axis.ranks)
         elements += tokens * (heads + kv_heads) * model.head_size
     product = -(-model.ffn // axis.ranks) if mlp else 0

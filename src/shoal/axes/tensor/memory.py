@@ -87,8 +87,10 @@ def _attention(model: ModelSpec, shape: Shape, ranks: int, documents: bool) -> i
     elements = heads  # the output
     if len(bands) > 1:
         elements += heads  # the bands' outputs, and the same joined
-    if model.qk_norm or not turned or not repeated:
-        elements += heads + 2 * kv_heads  # the projection, as long as backward needs any of the three
+    if model.qk_norm or not turned:
+        elements += heads + 2 * kv_heads  # the projection, as long as backward needs queries or keys as they were
+    elif not repeated:
+        elements += kv_heads  # else the values alone
     if turned:
         elements += heads
     if repeated:
