@@ -170,6 +170,19 @@ def test_experts_hold_what_is_planned_from_their_routing(pool, kind, world):
         assert not all(even), "routing makes a difference"
 
 
+@pytest.mark.parametrize(
+    ("layout", "bucket_mb"),
+    [("dp=2,zero=2", 0.05), ("dp=2,pp=2,zero=2,schedule=pipedream-2bw", 0.03), ("dp=4,ep=2,zero=2", 0.005)],
+)
+def test_matrices_of_one_operation_in_two_buckets(pool, layout, bucket_mb):
+    """Experts' two matrices get their gradients at once, the one of the later bucket first; still no third is whole."""
+    deep = job(layout, {"preset": "moe-tiny", "moe": EXPERTS["gated"] | {"experts": 8}})
+    deep = replace(deep, model=replace(deep.model, layers=4), train=replace(deep.train, bucket_mb=bucket_mb))
+    results = pool.run(held_and_routed, deep.layout.world, [deep])
+    routed = {rank: sent for rank, [(_, sent)] in enumerate(results)}
+    assert [found for [(found, _)] in results] == [memory(deep, rank, routed) for rank in range(deep.layout.world)]
+
+
 @pytest.mark.parametrize(("tp", "etp", "ep"), [(4, 1, 1), (4, 1, 4), (3, 1, 1), (3, 3, 1), (4, 4, 1)])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_ranks_with_few_tokens_and_none(pool, tp, etp, ep, batch):

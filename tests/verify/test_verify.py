@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from reference import trial_without_sync
@@ -9,8 +10,9 @@ from shoal.axes.data import cost
 from shoal.cli.main import main
 from shoal.plan import traffic
 from shoal.spec.build import job_from_tree
-from shoal.spec.layout import Layout
+from shoal.spec.layout import Layout, layout_tree
 from shoal.spec.presets import MODELS
+from shoal.verify.compare import Record, compare
 from shoal.verify.verify import shrink, small_job, verify
 
 
@@ -159,3 +161,20 @@ def test_the_job_file_that_a_run_leaves_is_verified_in_float64(words, dtype, tmp
     assert main(["verify", str(tmp_path / "job.toml"), *words, "--steps", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("dp=2,zero=1 on ") and "8 tokens, float64" in shown
+
+
+@pytest.mark.parametrize(
+    "alone", [{"data": {"sequence": 4, "packing": "packed"}}, {"model": {"window": 1}}], ids=["documents", "window"]
+)
+def test_gradients_that_are_zero_but_for_rounding_do_not_differ(pool, alone):
+    """A token that sees only itself gives queries, and what norms them, no gradient."""
+    model = {"preset": "tiny", "qk_norm": True} | alone.get("model", {})
+    asked = job_from_tree(alone | {"model": model, "layout": layout_tree("dp=2,micro_batches=2")})
+    assert verify(small_job(asked), pool=pool).failures == []
+
+
+def test_a_small_gradient_that_is_wrong_is_still_found():
+    truth = {"large": np.ones(10_000), "small": np.full(4, 1e-6)}
+    wrong = truth | {"small": truth["small"] * (1 + 1e-6)}
+    records = [Record([1.0], [1.0], [gradients], {"w": np.ones(1)}, []) for gradients in (wrong, truth)]
+    assert compare(*records)["grad"].value > 1e-10

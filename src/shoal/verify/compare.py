@@ -43,12 +43,18 @@ class Error:
     where: str
 
 
-def relative(found: np.ndarray | float, truth: np.ndarray | float) -> float:
-    """|found - truth| / |truth| in the L2 norm; |found| where the truth is zero; infinite for NaN and for other shapes."""
+LEAST = 1e-5  # of all parameters' gradient: a smaller one is compared with this, as it may be nothing but rounding
+
+
+def relative(found: np.ndarray | float, truth: np.ndarray | float, least: float = 0.0) -> float:
+    """|found - truth| / |truth| in the L2 norm; |found| where the truth is zero; infinite for NaN and for other shapes.
+
+    least: what to divide by where the truth is smaller.
+    """
     found, truth = np.asarray(found, dtype=np.float64), np.asarray(truth, dtype=np.float64)
     if found.shape != truth.shape:
         return float("inf")
-    size = float(np.linalg.norm(truth))
+    size = max(float(np.linalg.norm(truth)), least)
     error = float(np.linalg.norm(found - truth)) / (size or 1.0)
     return error if np.isfinite(error) else float("inf")
 
@@ -59,8 +65,9 @@ def compare(found: Record, truth: Record) -> dict[str, Error]:
     return {
         "loss": _worst(_by_step("loss", found.losses, truth.losses)),
         "grad": _worst(
-            (relative(step.get(name, np.nan), gradient), f"gradient of {name} at step {number}")
+            (relative(step.get(name, np.nan), gradient, least), f"gradient of {name} at step {number}")
             for number, (step, of_truth) in enumerate(zip(found.gradients, truth.gradients, strict=True))
+            for least in [LEAST * _together(of_truth)]
             for name, gradient in of_truth.items()
         ),
         "weights": _worst(
@@ -69,6 +76,11 @@ def compare(found: Record, truth: Record) -> dict[str, Error]:
         ),
         "grad_norm": _worst(_by_step("gradient norm", found.grad_norms, truth.grad_norms)),
     }
+
+
+def _together(gradients: Mapping[str, np.ndarray]) -> float:
+    """The norm of all."""
+    return float(np.linalg.norm([np.linalg.norm(np.asarray(gradient, np.float64)) for gradient in gradients.values()]))
 
 
 def _by_step(what: str, found: Sequence[float], truth: Sequence[float]) -> Iterator[tuple[float, str]]:

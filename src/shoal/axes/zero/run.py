@@ -148,6 +148,8 @@ class ZeRO:
         part = self.parts[place]
         if parameter.grad is None:
             return  # put off: this hook fires again when the gradient is made
+        if self.stage > 1 and not self.pipelined and place > self.sent:
+            self._settle()  # its turn is later: the part that comes before it fills beside it, and two at most are whole
         if not part.absorb(index) or self.pipelined:
             return
         self.complete.add(place)
