@@ -129,7 +129,7 @@ def _check_exchange(model: ModelSpec, layout: Layout, sequence: int) -> None:
 def _check_experts(model: ModelSpec, layout: Layout, sequence: int) -> None:
     if model.moe is None:
         return
-    model.moe.check_ranks(layout.ep)
+    model.moe.check_ranks(layout.ep, layout.token_ranks)
     own, tensor = sequence // layout.cp, layout.tp_size
     if model.moe.capacity and layout.etp == 1 and own % tensor:
         raise RequestError(

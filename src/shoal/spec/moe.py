@@ -103,10 +103,13 @@ class MoESpec:
         """Whether layer number `layer`, from 0, has experts."""
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
-    def check_ranks(self, ep: int) -> None:
-        """Raises RequestError when `ep` ranks cannot hold equally many experts (spec EP-1)."""
+    def check_ranks(self, ep: int, space: int = 0) -> None:
+        """Raises RequestError when `ep` ranks cannot hold equally many experts (spec EP-1).
+
+        space: ranks that they are carved out of, so that what would do divides these too; 0: any.
+        """
         if self.experts % ep:
-            would = alternatives(divisors(self.experts), ep)
+            would = alternatives([size for size in divisors(self.experts) if space % size == 0], ep)
             raise RequestError(
                 "layout.ep", f"layout.ep = {ep} does not divide the model's {self.experts} experts; {would} would"
             )

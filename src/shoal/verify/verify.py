@@ -97,7 +97,7 @@ def small_job(job: Job, dtype: Dtype = "float64") -> Job:
     """
     layout = job.layout
     if job.model.moe:
-        job.model.moe.check_ranks(layout.ep)  # of the model that was asked for; what is made here always fits
+        job.model.moe.check_ranks(layout.ep, layout.token_ranks)  # of the model that was asked for; what is made here always fits
     rows = layout.tp_grid[0] if layout.tp_grid else 1
     sequence = min(job.data.sequence, 16)
     if not job.data.pad:
