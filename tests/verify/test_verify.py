@@ -10,6 +10,7 @@ from shoal.axes.data import cost
 from shoal.cli.main import main
 from shoal.plan import traffic
 from shoal.spec.build import job_from_tree
+from shoal.spec.errors import RequestError
 from shoal.spec.layout import Layout, layout_tree
 from shoal.spec.presets import MODELS
 from shoal.verify.compare import Record, compare
@@ -178,3 +179,19 @@ def test_a_small_gradient_that_is_wrong_is_still_found():
     wrong = truth | {"small": truth["small"] * (1 + 1e-6)}
     records = [Record([1.0], [1.0], [gradients], {"w": np.ones(1)}, []) for gradients in (wrong, truth)]
     assert compare(*records)["grad"].value > 1e-10
+
+
+def test_what_would_wait_for_ever_is_refused_before_any_rank_starts(tmp_path):
+    """The ends of a tied model on ranks that sum nothing together; and parts that do not go together."""
+    (tmp_path / "mine.csv").write_text(
+        "schedule,mine\nversions,flush\nroute,1.0,0.0,2.0\nmicro-batches,0\n" + "rank,F0,B0\n" * 3
+    )
+    tree = {
+        "model": {"preset": "gpt2"},
+        "layout": {"pp": 3, "micro_batches": 1, "schedule": str(tmp_path / "mine.csv")},
+    }
+    with pytest.raises(RequestError, match="has the ends of a tied model at"):
+        verify(small_job(job_from_tree(tree)))
+    grid = {"model": {"preset": "moe-tiny"}, "layout": {"tp": "2x2"}}
+    with pytest.raises(RequestError, match="a grid of tensor ranks cuts no experts"):
+        verify(small_job(job_from_tree(grid)))

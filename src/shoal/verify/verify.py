@@ -11,8 +11,8 @@ from shoal.launch.pool import Pool
 from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.memory import memory
 from shoal.plan.pieces import mesh_of, pieces_of
-from shoal.plan.refusals import updates_between
-from shoal.plan.stages import layers_wanted, schedule_of
+from shoal.plan.refusals import refuse, updates_between
+from shoal.plan.stages import check_pipeline, layers_wanted, schedule_of
 from shoal.plan.traffic import step_transfers, times
 from shoal.spec.errors import divisors
 from shoal.spec.fit import check_fit, exchanges, sequence_parts
@@ -97,7 +97,9 @@ def small_job(job: Job, dtype: Dtype = "float64") -> Job:
     """
     layout = job.layout
     if job.model.moe:
-        job.model.moe.check_ranks(layout.ep, layout.token_ranks)  # of the model that was asked for; what is made here always fits
+        job.model.moe.check_ranks(
+            layout.ep, layout.token_ranks
+        )  # of the model that was asked for; what is made here always fits
     rows = layout.tp_grid[0] if layout.tp_grid else 1
     sequence = min(job.data.sequence, 16)
     if not job.data.pad:
@@ -201,7 +203,10 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
     delay.
 
     pool: warm workers to use, else fresh ones are started. run: what each rank does, for tests that break it.
+    Raises RequestError for what cannot be run, and might wait for ever.
     """
+    refuse(job)
+    check_pipeline(job.layout, job.model.tied, job.model.layers)
     if pool is None:
         with Pool(job.layout.world) as fresh:
             return verify(job, steps, pool=fresh, run=run)
