@@ -40,7 +40,7 @@ def test_experts_must_divide_among_ranks():
     assert error.value.field == "layout.ep"
     assert str(error.value) == "layout.ep = 8 does not divide the model's 12 experts; 1, 2, 3, 4, 6 or 12 would"
     MoESpec(experts=12).check_ranks(4)
-    with pytest.raises(RequestError, match="the model's 12 experts; 1, 2, 4 would$|1, 2 or 4 would$"):
+    with pytest.raises(RequestError, match=r"12 experts; 1, 2 or 4 would$"):
         MoESpec(experts=12).check_ranks(8, space=8)  # 3 expert ranks cannot be carved out of 8
 
 
