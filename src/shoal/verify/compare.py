@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# By layer with experts: tokens (n,), numbered through all steps, and the experts that each of them chose (n, k).
+Chosen = Mapping[int, tuple[np.ndarray, np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Executed:
@@ -20,7 +23,8 @@ class Record:
 
     buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py. memory,
     routed, executed: of one more step in which every target counts, the most bytes by category, what its routers sent by
-    micro-batch, and what a pipeline did.
+    micro-batch, and what a pipeline did. before, chosen: in a type other than float64, the weights that each step began with,
+    and the experts that tokens chose.
     """
 
     losses: list[float]
@@ -33,6 +37,8 @@ class Record:
     memory: Mapping[str, int] = field(default_factory=dict)
     routed: Mapping = field(default_factory=dict)
     executed: Executed | None = None
+    before: Sequence[Mapping[str, np.ndarray]] = ()
+    chosen: Chosen = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
