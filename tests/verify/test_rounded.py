@@ -88,6 +88,12 @@ def worst_for_one(values, spec):
     return torch.cat([best(-values[:1], spec), best(values[1:], spec)])
 
 
+def lose(self, rate):
+    """In place of AdamW.step: weights that are no numbers."""
+    for weights, _, _ in self.runs:
+        weights.fill_(torch.nan)
+
+
 class Nothing:
     """The handle of what was never sent."""
 
@@ -108,6 +114,8 @@ FAULTS = {
         "pp=2", LAYERNORM, trainer, "learning_rate", faster, (1,), "weights: "),
     "an update that one rank does not make": (
         "dp=2,zero=3", {}, AdamW, "step", lambda self, rate: None, (1,), "weights: "),
+    "weights that are lost": (
+        "dp=2", {}, AdamW, "step", lose, (0, 1), "weights: "),
     "weights that are not gathered": (
         "dp=2,zero=1", {}, Part, "spread", lambda self: Nothing(), (0, 1), "weights: "),
     "what several keep counts on each": (
@@ -116,6 +124,8 @@ FAULTS = {
         "dp=2,ep=2", ROUTED, route, "best", worst, (1,), "routing: a choice of experts in layer "),
     "the worst experts for one token": (
         "dp=2,ep=2", ROUTED, route, "best", worst_for_one, (1,), "routing: a choice of experts in layer "),
+    "an auxiliary loss that is not told": (
+        "dp=2,ep=2", experts_of({"aux_loss": 0.01}), experts.Mixtures, "auxiliary", lambda self: 0.0, (0, 1), "loss: "),
     "experts of any group": (
         "dp=2,ep=2", experts_of(GROUPED), route, "_allowed", lambda values, spec: values > -1, (1,), "routing: "),
     "a routing bias that does not move": (
@@ -142,6 +152,14 @@ def test_a_fault_is_more_than_rounding(pool, fault, dtype):
     layout, model, *_, line = FAULTS[fault]
     verdict = verify(small(layout, model, dtype), 1, pool=pool, run=partial(run_with, fault))
     assert any(failure.startswith(line) for failure in verdict.failures), verdict.failures
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_leads_nowhere_is_a_fault_at_every_step(pool, dtype):
+    """Weights that are no numbers lead one process nowhere either: it must not say how much is allowed."""
+    verdict = verify(small("dp=2", {}, dtype), 3, pool=pool, run=partial(run_with, "weights that are lost"))
+    assert {"loss", "grad", "weights"} <= {line.split(":")[0] for line in verdict.failures}
+    assert all(np.isfinite(limit) for limit in verdict.limits.values())
 
 
 def run_with(fault, rank, world, job, steps):

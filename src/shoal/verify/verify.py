@@ -46,7 +46,7 @@ class Verdict:
     """
 
     job: Job
-    limits: dict[str, float]  # by kind, the largest relative error allowed
+    limits: dict[str, float]  # by kind, the largest relative error allowed where it is
     errors: dict[str, Error]
     rows: list[Row]
     memory: list[MemoryRow]
