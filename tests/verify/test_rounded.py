@@ -22,7 +22,7 @@ from shoal.verify.choices import NOBODY, beaten, of_all
 from shoal.verify.compare import compare
 from shoal.verify.rounded import Path, led
 from shoal.verify.trial import trial
-from shoal.verify.verify import alone, small_job, verify
+from shoal.verify.verify import alone, as_it_is, small_job, verify
 
 MIXED = {"preset": "moe-tiny", "norm": "layernorm", "dropout": 0.1, "moe": {"every": 2}}
 SIGMOID = {"router": "sigmoid", "z_loss": 0.001, "shared_experts": 1, "shared_gate": True}
@@ -59,6 +59,16 @@ def test_rounding_alone_is_no_fault(pool, layout, model, steps, dtype):
     assert verdict.failures == []
     assert ("routing" in verdict.errors) == ("moe" in model)
     assert all(limit < 0.25 for limit in verdict.limits.values()), "else half a gradient would pass"
+
+
+def test_micro_batches_add_up_as_coarsely_on_one_process(pool):
+    """In bfloat16 a sum of very many is off by more than four times what one is."""
+    train = {"dtype": "bfloat16", "batch": 384, "clip": 0.0}
+    layout = "dp=2,micro_batches=192"
+    asked = {"model": {"preset": "tiny", "layers": 1}, "layout": layout, "data": {"sequence": 2}, "train": train}
+    verdict = verify(as_it_is(job_from_tree(asked), "bfloat16"), 1, pool=pool)
+    assert verdict.failures == []
+    assert verdict.errors["grad"].value < 0.6 * verdict.limits["grad"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -209,10 +209,10 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
         return _verify(replace(job, train=replace(job.train, out=out)), steps, pool, run)
 
 
-def alone(job: Job) -> Job:
-    """The same on one process; in as many micro-batches only if something is taken over a micro-batch."""
+def alone(job: Job, as_many: bool = False) -> Job:
+    """The same on one process; in as many micro-batches if asked for, or if something is taken over a micro-batch."""
     by_micro_batch = job.model.moe is not None and job.model.moe.balance == "micro_batch"
-    layout = Layout(micro_batches=job.layout.micro_batches if by_micro_batch else 1)
+    layout = Layout(micro_batches=job.layout.micro_batches if as_many or by_micro_batch else 1)
     return replace(job, layout=layout, train=replace(job.train, offload="none"))
 
 
@@ -261,7 +261,10 @@ def _errors(
     delays = updates_between(job.layout)
     if job.train.dtype != "float64":
         assert not delays, "the process that delays weights keeps no finer ones beside bfloat16"
-        return against_rounding(found, records, alone(exact), alone(job), pool)
+        rough = alone(
+            job, as_many=job.train.reduce_dtype == "same"
+        )  # else micro-batches add up more finely than they are
+        return against_rounding(found, records, alone(exact), rough, pool)
     (truth,) = pool.run(delayed, 1, exact, steps) if delays else pool.run(trial, 1, alone(exact), steps)
     errors = compare(found, truth)
     return errors, dict.fromkeys(errors, TOLERANCE)
