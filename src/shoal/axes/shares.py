@@ -45,7 +45,8 @@ class Shares:
 
     def squares(self, device: torch.device) -> Tensor:
         """Sum of the squares of the gradients in these buffers, over the ranks that hold different ones, each element
-        counted once: float64 (1,), squares formed in float32 at least.
+        counted once: float64 (1,). Squares are formed in float32 at least; on the CPU, where torch adds up one after the
+        other and millions of elements would lose digits, in float64.
         """
         squares = self._own_squares(device)
         for group in self.different:
@@ -56,6 +57,7 @@ class Shares:
         """Of the gradients that this rank counts."""
         if not self._counted:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        accurate = torch.promote_types(self._counted[0].dtype, torch.float32)
+        least = torch.float64 if device.type == "cpu" else torch.float32
+        accurate = torch.promote_types(self._counted[0].dtype, least)
         norms = [torch.linalg.vector_norm(run, dtype=accurate) for run in self._counted]
         return torch.stack(norms).double().square().sum().reshape(1)

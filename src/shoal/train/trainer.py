@@ -197,7 +197,7 @@ class Trainer:
             samples = tensor(np.asarray(micro_batch.samples, dtype=np.int64))
             dropout = DropoutKey(self.job.train.seed, step, samples, places)
         order = None
-        if self.job.model.moe and self.job.model.moe.capacity:
+        if self.job.model.moe:
             order = tensor(np.asarray(micro_batch.samples, dtype=np.int64))[:, None] * self.job.sequence + places
         return Batch(tokens, targets, positions, documents, dropout, order)
 

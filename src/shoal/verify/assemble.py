@@ -18,6 +18,9 @@ def whole_record(records: Sequence[Record], pieces: Sequence[Sequence[Piece]]) -
     return replace(
         records[0],
         gradients=[assembled([record.gradients[step] for record in records], pieces) for step in steps],
+        before=[
+            assembled([record.before[step] for record in records], pieces) for step in range(len(records[0].before))
+        ],
         weights=assembled([record.weights for record in records], pieces),
         buffers={name: buffer for record in reversed(records) for name, buffer in record.buffers.items()},
     )

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# By layer with experts: tokens (n,), numbered through all steps, and the experts that each of them chose (n, k).
+Chosen = Mapping[int, tuple[np.ndarray, np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Executed:
@@ -20,7 +23,8 @@ class Record:
 
     buffers: what it keeps beside its weights, whole. sent: what its routers sent to experts, see plan/experts.py. memory,
     routed, executed: of one more step in which every target counts, the most bytes by category, what its routers sent by
-    micro-batch, and what a pipeline did.
+    micro-batch, and what a pipeline did. before, chosen: in a type other than float64, the weights that each step began with,
+    and the experts that tokens chose.
     """
 
     losses: list[float]
@@ -33,6 +37,8 @@ class Record:
     memory: Mapping[str, int] = field(default_factory=dict)
     routed: Mapping = field(default_factory=dict)
     executed: Executed | None = None
+    before: Sequence[Mapping[str, np.ndarray]] = ()
+    chosen: Chosen = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,27 @@ def compare(found: Record, truth: Record) -> dict[str, Error]:
     kept = {**found.weights, **found.buffers}
     return {
         "loss": _worst(_by_step("loss", found.losses, truth.losses)),
-        "grad": _worst(
-            (relative(step.get(name, np.nan), gradient, least), f"gradient of {name} at step {number}")
-            for number, (step, of_truth) in enumerate(zip(found.gradients, truth.gradients, strict=True))
-            for least in [LEAST * _together(of_truth)]
-            for name, gradient in of_truth.items()
-        ),
+        "grad": max(by_parameter(found, truth).values(), key=lambda error: error.value),
         "weights": _worst(
             (relative(kept.get(name, np.nan), weight), f"{name} after {len(truth.losses)} steps")
             for name, weight in {**truth.weights, **truth.buffers}.items()
         ),
         "grad_norm": _worst(_by_step("gradient norm", found.grad_norms, truth.grad_norms)),
+    }
+
+
+def by_parameter(found: Record, truth: Record) -> dict[str, Error]:
+    """The worst relative error of each parameter's gradient over all steps."""
+    steps = [
+        (number, step, of_truth, LEAST * _together(of_truth))
+        for number, (step, of_truth) in enumerate(zip(found.gradients, truth.gradients, strict=True))
+    ]
+    return {
+        name: _worst(
+            (relative(step.get(name, np.nan), of_truth[name], least), f"gradient of {name} at step {number}")
+            for number, step, of_truth, least in steps
+        )
+        for name in truth.gradients[0]
     }
 
 

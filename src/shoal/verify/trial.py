@@ -1,6 +1,11 @@
 """A trial: a few training steps of a job on made-up tokens, with everything recorded that a layout must not change."""
 
+from collections.abc import Iterable
+from contextlib import ExitStack
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from shoal.comm.ledger import Ledger
 from shoal.comm.world import World
@@ -8,6 +13,7 @@ from shoal.plan.pieces import mesh_of
 from shoal.spec.job import Job
 from shoal.train.data.share import MicroBatch, share
 from shoal.train.trainer import Trainer
+from shoal.verify.choices import joined, written_down
 from shoal.verify.compare import Executed, Record
 from shoal.verify.measure import measured_step
 
@@ -48,13 +54,17 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     mesh = mesh_of(job)
     here = World(mesh, rank, Ledger()) if world > 1 else World.single()
     trainer = Trainer(job, here, MadeUpBatches(job, mesh.coordinates(rank)["dp"]))
+    rounding = job.train.dtype != "float64"
     gradients: list[dict[str, np.ndarray]] = []
-    results = [
-        trainer.step(step, inspect=lambda states: gradients.append({name: _numpy(g) for name, g in states.gradients()}))
-        for step in range(steps)
-    ]
-    weights = {name: _numpy(weight) for name, weight in trainer.states.weights()}
-    buffers = {name: _numpy(buffer) for name, buffer in trainer.model.named_buffers()}
+    starts: list[dict[str, np.ndarray]] = []
+    results = []
+    with ExitStack() as stack:
+        chosen = stack.enter_context(written_down(trainer)) if rounding else {}
+        for step in range(steps):
+            if rounding:
+                starts.append(arrays(trainer.states.weights()))
+            results.append(trainer.step(step, inspect=lambda states: gradients.append(arrays(states.gradients()))))
+    weights, buffers = arrays(trainer.states.weights()), arrays(trainer.model.named_buffers())
     transfers, sent = here.ledger.transfers(), trainer.mixtures.sent()
     trainer.batches = MadeUpBatches(job, mesh.coordinates(rank)["dp"], whole=True)
     before = trainer.mixtures.routed()
@@ -62,7 +72,20 @@ def trial(rank: int, world: int, job: Job, steps: int) -> Record:
     routed = {layer: after - before[layer] for layer, after in trainer.mixtures.routed().items()}
     here.close()
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    return Record(losses, norms, gradients, weights, transfers, buffers, sent, held, routed, executed(trainer))
+    return Record(
+        losses,
+        norms,
+        gradients,
+        weights,
+        transfers,
+        buffers,
+        sent,
+        held,
+        routed,
+        executed(trainer),
+        starts,
+        joined(chosen),
+    )
 
 
 def executed(trainer: Trainer) -> Executed | None:
@@ -73,6 +96,7 @@ def executed(trainer: Trainer) -> Executed | None:
     return Executed([str(done.instruction) for done in ran.log], ran.peak)
 
 
-def _numpy(tensor) -> np.ndarray:
-    exact = tensor.detach().float() if tensor.element_size() < 4 else tensor.detach()
-    return exact.cpu().numpy().copy()
+def arrays(named: Iterable[tuple[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Copies by name, of 16-bit tensors in float32."""
+    exact = ((name, tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))) for name, tensor in named)
+    return {name: tensor.cpu().numpy().copy() for name, tensor in exact}

@@ -2,11 +2,12 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import lcm
 
+from shoal.axes.piece import Piece
 from shoal.launch.pool import Pool
 from shoal.plan.experts import Sent, routed_transfers
 from shoal.plan.memory import memory
@@ -23,13 +24,12 @@ from shoal.spec.moe import MoESpec
 from shoal.transfer import Transfer
 from shoal.verify.assemble import disagreement, strayed_buffer, whole_record
 from shoal.verify.audit import MemoryRow, Row, ScheduleRow, audit, audit_memory, audit_schedule
-from shoal.verify.compare import Error, compare
+from shoal.verify.compare import Error, Record, compare
 from shoal.verify.delayed import delayed
+from shoal.verify.rounded import against_rounding
 from shoal.verify.trial import trial
 
 TOLERANCE = 1e-10  # relative, in float64, where rounding is 1e-16 (design, idea 4)
-FLOOR = {"float32": 2**-23, "bfloat16": 2**-8}  # allowed at least, as one process may come near float64 by luck
-MARGIN = 4  # how much further from float64 a layout's sums may come out than those of one process; 2 at most was seen
 
 HEADS = ("hidden", "heads", "kv_heads", "head_size")  # sizes of a model that tensor and context ranks cut
 
@@ -38,15 +38,15 @@ HEADS = ("hidden", "heads", "kv_heads", "head_size")  # sizes of a model that te
 class Verdict:
     """What `verify` found. failures: one line for each thing that is not as it should be; empty when all is well.
 
-    job: what was run, not what it was made from. In a type other than float64 errors are distances from one process in
-    float64, and one process of the job's own type says how large they may be.
+    job: what was run, not what it was made from. In a type other than float64 see verify/rounded.py: errors are distances
+    from one process in float64 that is led along the layout's path, and one of the job's own type says how large they may be.
 
     memory: by rank and category, of one more step in which every target counts. schedule: by rank of a pipeline, what was
     executed.
     """
 
     job: Job
-    limits: dict[str, float]  # by kind, the largest relative error allowed
+    limits: dict[str, float]  # by kind, the largest relative error allowed where it is
     errors: dict[str, Error]
     rows: list[Row]
     memory: list[MemoryRow]
@@ -214,10 +214,10 @@ def verify(job: Job, steps: int = 3, *, pool: Pool | None = None, run: Callable 
         return _verify(replace(job, train=replace(job.train, out=out)), steps, pool, run)
 
 
-def alone(job: Job) -> Job:
-    """The same on one process; in as many micro-batches only if something is taken over a micro-batch."""
+def alone(job: Job, as_many: bool = False) -> Job:
+    """The same on one process; in as many micro-batches if asked for, or if something is taken over a micro-batch."""
     by_micro_batch = job.model.moe is not None and job.model.moe.balance == "micro_batch"
-    layout = Layout(micro_batches=job.layout.micro_batches if by_micro_batch else 1)
+    layout = Layout(micro_batches=job.layout.micro_batches if as_many or by_micro_batch else 1)
     return replace(job, layout=layout, train=replace(job.train, offload="none"))
 
 
@@ -229,13 +229,9 @@ def planned(job: Job, rank: int, steps: int, sent: Mapping[int, Sent]) -> list[T
 
 def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     layout = job.layout
-    exact = replace(job, train=_trained_in(job, "float64"))
-    (truth,) = (
-        pool.run(delayed, 1, exact, steps) if updates_between(layout) else pool.run(trial, 1, alone(exact), steps)
-    )
     records = pool.run(run, layout.world, job, steps)
     pieces = [pieces_of(job, rank) for rank in range(layout.world)]
-    errors = compare(whole_record(records, pieces), truth)
+    errors, limits = _errors(job, steps, records, pieces, pool)
     sent = {rank: record.sent for rank, record in enumerate(records)}
     predicted = [planned(job, rank, steps, sent) for rank in range(layout.world)]
     rows = audit(predicted, [record.transfers for record in records])
@@ -250,12 +246,6 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
         for rank, record in enumerate(records)
         if record.executed
     ]
-    limits = dict.fromkeys(errors, TOLERANCE)
-    if job.train.dtype != "float64":
-        assert not updates_between(layout), "the process that delays weights keeps no finer ones beside bfloat16"
-        (rough,) = pool.run(trial, 1, alone(job), steps)
-        rounding = compare(rough, truth)
-        limits = {kind: max(MARGIN * rounding[kind].value, FLOOR[job.train.dtype]) for kind in errors}
     failures = [
         f"{kind}: {error.where} is off by {error.value:.1e} (relative L2; {limits[kind]:.0e} is allowed)"
         for kind, error in errors.items()
@@ -266,3 +256,19 @@ def _verify(job: Job, steps: int, pool: Pool, run: Callable) -> Verdict:
     strayed = disagreement([record.weights for record in records], pieces)
     failures += filter(None, [strayed, strayed_buffer([record.buffers for record in records])])
     return Verdict(job, limits, errors, rows, memory_rows, schedule_rows, failures)
+
+
+def _errors(
+    job: Job, steps: int, records: Sequence[Record], pieces: Sequence[Sequence[Piece]], pool: Pool
+) -> tuple[dict[str, Error], dict[str, float]]:
+    """What differs from one process, by kind, and how much is allowed."""
+    found, exact = whole_record(records, pieces), replace(job, train=_trained_in(job, "float64"))
+    delays = updates_between(job.layout)
+    if job.train.dtype != "float64":
+        assert not delays, "the process that delays weights keeps no finer ones beside bfloat16"
+        finer = job.train.reduce_dtype != "same"  # then micro-batches add up more finely than they are
+        rough = alone(job, as_many=not finer)
+        return against_rounding(found, records, alone(exact), rough, pool)
+    (truth,) = pool.run(delayed, 1, exact, steps) if delays else pool.run(trial, 1, alone(exact), steps)
+    errors = compare(found, truth)
+    return errors, dict.fromkeys(errors, TOLERANCE)

@@ -5,6 +5,7 @@ are over a *scope*: a sequence, or the micro-batch of all ranks, wherever its to
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from shoal.comm.world import Group
 from shoal.kernels.linear import PutOff, input_gradient, linear, weight_gradient
 from shoal.spec.moe import MoESpec
 
+Choose = Callable[[Tensor, MoESpec], Tensor]
 DROPPED = -1  # stands for an expert that was chosen and had no capacity left
 
 
@@ -36,15 +38,16 @@ class Router(nn.Module):
 
     put_off: PutOff | None = None
     bias: Tensor | None
+    choose: Choose
 
     def __init__(self, hidden: int, spec: MoESpec):
         super().__init__()
-        self.spec = spec
+        self.spec, self.choose = spec, best
         self.weight = nn.Parameter(torch.empty(spec.experts, hidden))
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.bias else None)
 
     def forward(self, tokens: Tensor) -> Routing:
-        return route(_Logits.apply(tokens, self.weight, self.put_off), self.bias, self.spec)
+        return route(_Logits.apply(tokens, self.weight, self.put_off), self.bias, self.spec, self.choose)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
         """Moves the module; a cast to 16 bit leaves the bias alone, whose steps would vanish there."""
@@ -55,18 +58,24 @@ class Router(nn.Module):
         return self
 
 
-def route(logits: Tensor, bias: Tensor | None, spec: MoESpec) -> Routing:
+def best(values: Tensor, spec: MoESpec) -> Tensor:
+    """The top_k experts of each token by `values` (T, E): (T, k) int64.
+
+    With groups (DeepSeek-V2, -V3) only experts of the groups_kept best groups can be chosen.
+    """
+    if spec.limited:
+        values = values.masked_fill(~_allowed(values, spec), -math.inf)
+    return values.topk(spec.top_k, dim=-1).indices
+
+
+def route(logits: Tensor, bias: Tensor | None, spec: MoESpec, choose: Choose = best) -> Routing:
     """The choice of each token (T, E) and its weights.
 
-    With groups (DeepSeek-V2, -V3) only experts of the groups_kept best groups can be chosen. The bias takes part in
-    choosing and not in the weights (Wang et al. 2024).
+    The bias takes part in choosing and not in the weights (Wang et al. 2024).
     """
     scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
     with torch.no_grad():
-        choice = scores if bias is None else scores + bias
-        if spec.limited:
-            choice = choice.masked_fill(~_allowed(choice, spec), -math.inf)
-        experts = choice.topk(spec.top_k, dim=-1).indices
+        experts = choose(scores if bias is None else scores + bias, spec)
     weights = scores.gather(1, experts)
     if spec.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as DeepSeek's: sigmoids can all be 0

@@ -116,7 +116,7 @@ class MixtureOfExperts(nn.Module):
         spec, ranks = self.spec, self.ranks
         sizes = pieces(x.shape[SEQUENCE], ranks.same_tokens.size)
         x = conjugate.split_all_gather(x, ranks.same_tokens, SEQUENCE, sizes)
-        counted, order = (_own_part(given, ranks.same_tokens, sizes) for given in (counted, order))
+        counted, order = (own_part(given, ranks.same_tokens, sizes) for given in (counted, order))
         b, s, h = x.shape
 
         tokens = x.reshape(-1, h)
@@ -248,6 +248,6 @@ def update_bias(layers: Sequence[MixtureOfExperts | None], loads: Sequence[Load]
             bias += (layer.spec.bias_rate * torch.sign(chosen.mean() - chosen)).to(bias)
 
 
-def _own_part(x: Tensor | None, group: Group, sizes: Sequence[int]) -> Tensor | None:
+def own_part(x: Tensor | None, group: Group, sizes: Sequence[int]) -> Tensor | None:
     """This rank's part of (b, s) along the sequence, as (T,)."""
     return None if x is None else x.split(list(sizes), dim=SEQUENCE)[group.index].flatten()
