@@ -10,6 +10,8 @@ from shoal.axes.piece import Piece, counted_runs, shared_runs
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import Group
 
+ROW = 1024
+
 
 class Shares:
     """The shared parts of this rank's gradients, in the buffers where they lie.
@@ -45,8 +47,7 @@ class Shares:
 
     def squares(self, device: torch.device) -> Tensor:
         """Sum of the squares of the gradients in these buffers, over the ranks that hold different ones, each element
-        counted once: float64 (1,). Squares are formed in float32 at least; on the CPU, where torch adds up one after the
-        other and millions of elements would lose digits, in float64.
+        counted once: float64 (1,). Squares are formed in float32 at least.
         """
         squares = self._own_squares(device)
         for group in self.different:
@@ -57,7 +58,17 @@ class Shares:
         """Of the gradients that this rank counts."""
         if not self._counted:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        least = torch.float64 if device.type == "cpu" else torch.float32
-        accurate = torch.promote_types(self._counted[0].dtype, least)
-        norms = [torch.linalg.vector_norm(run, dtype=accurate) for run in self._counted]
-        return torch.stack(norms).double().square().sum().reshape(1)
+        return torch.stack([_squares(run) for run in self._counted]).sum().reshape(1)
+
+
+def _squares(run: Tensor) -> Tensor:
+    """The sum of the squares of a run (n,), a float64 scalar.
+
+    In float32 a thousand elements at a time: torch adds up one after the other on CPUs, where 30 million in float32 come out
+    3e-3 off, and float64 takes thirty times as long.
+    """
+    accurate = torch.promote_types(run.dtype, torch.float32)
+    rows = len(run) // ROW
+    norms = torch.linalg.vector_norm(run[: rows * ROW].view(rows, ROW), dim=1, dtype=accurate)
+    rest = torch.linalg.vector_norm(run[rows * ROW :], dtype=accurate)
+    return norms.double().square().sum() + rest.double().square()
