@@ -106,10 +106,11 @@ class MoESpec:
     def check_ranks(self, ep: int, space: int = 0) -> None:
         """Raises RequestError when `ep` ranks cannot hold equally many experts (spec EP-1).
 
-        space: ranks that they are carved out of, so that what would do divides these too; 0: any.
+        space: ranks that they are carved out of, of which there may be more; what would do divides these, if anything does.
         """
         if self.experts % ep:
-            would = alternatives([size for size in divisors(self.experts) if space % size == 0], ep)
+            fitting = [size for size in divisors(self.experts) if space % size == 0]
+            would = alternatives(fitting if len(fitting) > 1 else divisors(self.experts), ep)
             raise RequestError(
                 "layout.ep", f"layout.ep = {ep} does not divide the model's {self.experts} experts; {would} would"
             )
