@@ -16,6 +16,7 @@ CARVED = (
     "replicate",
     "ep",
     "edp",
+    "eshard",
     "etp",
     "row",
     "column",
@@ -64,9 +65,11 @@ class Mesh:
     "dp", or absent) or their replicas (after "dp") are the neighbours. Raises RequestError when sizes do not divide.
 
     Carved axes. The token space is dp x cp, and tp too when etp is 1, flattened in mesh order: "ep" is ep consecutive
-    places of it, "edp" the ranks that hold the same experts. dp splits into "shard" (inner) and "replicate". A square of
-    tensor ranks has "row"s of consecutive ones and "column"s across them; "kv" is a run of consecutive tensor ranks.
-    "ulysses" are consecutive context ranks, "ring" goes across them.
+    places of it, "edp" the ranks that hold the same experts. dp splits into "shard" (inner) and "replicate". "eshard" are
+    the ranks of "edp" inside one replica, so that "edp" is "eshard" times "replicate"; of several replicas, each has to
+    hold all experts and to be one run of the token space (ep inner, dp outermost in it), or the mesh has no such axis. A
+    square of tensor ranks has "row"s of consecutive ones and "column"s across them; "kv" is a run of consecutive tensor
+    ranks. "ulysses" are consecutive context ranks, "ring" goes across them.
     """
 
     def __init__(self, sizes: Mapping[str, int], order: Sequence[str]):
@@ -112,9 +115,15 @@ class Mesh:
         self._digits["etp"] = _Digit(self._space("tp"), 1, etp)
         tokens = self._space("dp", "cp", "tp") if etp == 1 else self._space("dp", "cp")
         replicas = _quotient(math.prod(self.sizes[axis] for axis in tokens), ep, "ep", " x ".join(tokens) or "dp")
-        outer = "ep" in order and "dp" in order and order.index("ep") > order.index("dp")
+        outer = ep > 1 and "ep" in order and "dp" in order and order.index("ep") > order.index("dp")
         self._digits["ep"] = _Digit(tokens, replicas if outer else 1, ep)
         self._digits["edp"] = _Digit(tokens, 1 if outer else ep, replicas)
+        if hsdp == 1:
+            self._digits["eshard"] = self._digits["edp"]
+            return
+        inside = math.prod(self.sizes[axis] for axis in tokens[: tokens.index("dp")]) * shard
+        if not outer and inside % ep == 0 and inside * hsdp == ep * replicas:
+            self._digits["eshard"] = _Digit(tokens, ep, inside // ep)
 
     def _carve_tensor(self, side: int, kv: int) -> None:
         tp = self._space("tp")
@@ -126,6 +135,10 @@ class Mesh:
 
     def _space(self, *axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes if axis in axes)
+
+    def has(self, axis: str) -> bool:
+        """Whether there is such an axis; only "eshard" does not exist everywhere."""
+        return axis in self._digits or axis in (*BASE, *PAIRS)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis, base or carved; of a pair 2, though ranks between the ends stand alone."""
@@ -195,7 +208,9 @@ class Mesh:
         )
 
     def _carves(self, axis: str) -> bool:
-        """Whether a carved axis says something that the base axes do not."""
+        """Whether a carved axis says something that the others do not."""
+        if axis == "eshard":
+            return self.has(axis) and self.size("replicate") > 1 and self.size("ep") > 1
         whole = {"shard": "replicate", "replicate": "replicate", "ep": "ep", "edp": "ep", "etp": "ep"}
         whole |= {"row": "row", "column": "row", "kv": "kv", "ring": "ulysses", "ulysses": "ulysses"}
         return self.size(whole[axis]) > 1
@@ -236,8 +251,9 @@ class Mesh:
             return self._digits[axis]
         if axis in BASE:
             return _Digit((), 1, 1)
-        near = nearest(axis, (*BASE, *CARVED)) or "dp"
-        raise RequestError("axis", f"axis {axis} is not one of {', '.join((*BASE, *CARVED))}; {near} would do")
+        there = (*BASE, *filter(self.has, CARVED))
+        near = nearest(axis, there) or "dp"
+        raise RequestError("axis", f"axis {axis} is not one of {', '.join(there)}; {near} would do")
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
@@ -283,6 +299,7 @@ def _holds(axis: str, place: int, size: int) -> str:
         "replicate": "replica {} of {}",
         "ep": "part {} of {} of the experts",
         "edp": "copy {} of {} of its experts",
+        "eshard": "shard {} of {} of its experts' model states in its replica",
         "etp": "part {} of {} of every matrix of its experts",
         "row": "features {} of {} of its row's tokens",
         "column": "tokens {} of {} of its column's features",
@@ -308,6 +325,7 @@ def _exchanges(axis: str, group: tuple[int, ...], rank: int) -> str:
         "replicate": "gradients of its shard once a step",
         "ep": "tokens in every mixture-of-experts layer, there and back,",
         "edp": "gradients of its experts once a step",
+        "eshard": "shards of its experts' model states",
         "etp": "partial sums of its experts' outputs in every mixture-of-experts layer",
         "row": "blocks of activations in every matrix product,",
         "column": "blocks of weights in every matrix product,",

@@ -139,6 +139,44 @@ def test_experts_and_their_replicas_tile_the_token_space(layout):
     assert set(mesh.groups("etp")) == (groups_by_numpy(mesh, {"tp"}) if layout.etp > 1 else set(mesh.groups(())))
 
 
+@given(layouts())
+def test_replicas_that_hold_all_experts_split_the_ranks_of_each(layout):
+    """There are such ranks where each replica is one run of the token space, and no expert group leaves its replica."""
+    mesh = Mesh.of(layout)
+    tokens = {"dp", "cp"} | ({"tp"} if layout.etp == 1 else set())
+    replicas, whole = [], True
+    for space in groups_by_numpy(mesh, tokens):
+        by_replica = {}
+        for place, rank in enumerate(space):
+            by_replica.setdefault(mesh.coordinates(rank)["dp"] * layout.hsdp // layout.dp, []).append((place, rank))
+        for members in by_replica.values():
+            whole &= members[-1][0] - members[0][0] == len(members) - 1
+            replicas.append({rank for _, rank in members})
+    whole &= all(any(replica.issuperset(group) for replica in replicas) for group in mesh.groups("ep"))
+    assert mesh.has("eshard") == (whole or layout.hsdp == 1)
+    if mesh.has("eshard"):
+        inside = {tuple(sorted(replica & set(copies))) for replica in replicas for copies in mesh.groups("edp")}
+        assert set(mesh.groups("eshard")) == inside - {()}
+        assert set(mesh.groups(("eshard", "replicate"))) == set(mesh.groups("edp"))
+    identity = mesh.identity(0)
+    assert ("eshard" in identity.groups) == (mesh.has("eshard") and layout.hsdp > 1 and layout.ep > 1)
+
+
+def test_experts_in_replicas_by_hand():
+    mesh = Mesh.of(Layout.parse("dp=8,ep=2,hsdp=2"))
+    assert mesh.groups("edp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert mesh.groups("eshard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    identity = mesh.identity(5)
+    assert identity.holds["eshard"] == "shard 0 of 2 of its experts' model states in its replica"
+    assert identity.exchanges["eshard"] == "shards of its experts' model states with rank 7"
+    for apart in ("dp=4,ep=4,hsdp=2", "dp=4,ep=2,hsdp=2,order=dp-ep", "dp=4,cp=2,ep=2,hsdp=2,order=ep-dp-cp"):
+        mesh = Mesh.of(Layout.parse(apart))
+        assert not mesh.has("eshard") and "eshard" not in mesh.identity(0).groups
+        with pytest.raises(RequestError, match="axis eshard is not one of "):
+            mesh.group("eshard", 0)
+
+
 def test_experts_are_neighbours_by_default():
     mesh = Mesh.of(Layout.parse("tp=2,cp=2,dp=2,ep=4,pp=2"))
     assert mesh.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
@@ -196,7 +234,7 @@ def test_axes_that_overlap_have_no_group():
         (lambda: GOLDEN.group("dp", -1), "rank = -1 is not in a mesh of 16; 0 to 15 would do"),
         (
             lambda: GOLDEN.group("pd", 0),
-            "axis pd is not one of tp, cp, dp, pp, shard, replicate, ep, edp, etp, row, column, kv,",
+            "axis pd is not one of tp, cp, dp, pp, shard, replicate, ep, edp, eshard, etp, row,",
         ),
         (lambda: GOLDEN.rank({"tp": 0, "dp": 2}), "coordinates tp=0, dp=2 are not in this mesh; 0 to 1 along dp"),
         (lambda: GOLDEN.rank({"tp": 0, "dp": 1}), "coordinates tp=0, dp=1 are not in this mesh; 0 to 3 along pp"),

@@ -144,7 +144,8 @@ WITH_EXPERTS = {
         "tp=2,etp=2,sp,recompute=selective", "cp=2,ep=2,recompute=full", "pp=2,schedule=zb-h1,recompute=selective"],
     4: ["dp=2,ep=2,pp=2,schedule=zb-h1", "dp=2,ep=2,pp=2,zero=3,schedule=zb-v,dedup,recompute=selective", "tp=4,ep=4,dedup",
         "tp=2,ep=2,pp=2,sp,schedule=dualpipe,recompute=1", "tp=2,etp=2,dp=2,ep=2,sp,zero=3", "dp=4,ep=4,micro_batches=3",
-        "tp=2,etp=2,pp=2,schedule=zb-h2", "cp=2,ep=2,pp=2,schedule=interleaved,v=2,zero=2", "dp=2,ep=2,pp=2,schedule=pipedream"],
+        "dp=4,ep=2,zero=3,hsdp=2", "tp=2,etp=2,pp=2,schedule=zb-h2", "cp=2,ep=2,pp=2,schedule=interleaved,v=2,zero=2",
+        "dp=2,ep=2,pp=2,schedule=pipedream"],
 }  # fmt: skip
 
 

@@ -26,7 +26,14 @@ EXAMPLES = {
     "layout.ep without experts in the model": ("ep=2", {}),
     "layout.etp without experts in the model": ("tp=2,etp=2", {}),
     "layout.tp with experts in the model": ("tp=2x2", {"model.preset": "moe-tiny"}),
-    "layout.hsdp with ep above 1": ("dp=4,ep=2,zero=3,hsdp=2", {"model.preset": "moe-tiny"}),
+    "layout.hsdp with experts that reach over several replicas": (
+        "dp=4,tp=2,ep=8,zero=3,hsdp=4",
+        {"model.preset": "moe-tiny"},
+    ),
+    "layout.order with hsdp and ep above 1, and axes of tokens or experts outside dp": (
+        "dp=4,ep=2,zero=3,hsdp=2,order=tp-dp-ep",
+        {"model.preset": "moe-tiny"},
+    ),
     "data.pad with experts in the model and a sequence that the layout fills up": (
         "cp=2",
         {"model.preset": "moe-tiny", "data.pad": True, "data.sequence": 62},
@@ -61,7 +68,7 @@ def test_each_change_that_is_offered_would_do(name):
     with pytest.raises(RequestError) as refused:
         refuse(job)
     assert refused.value.field == refusal.field and str(refused.value) == refusal.line(job)
-    for instead in refusal.instead:
+    for instead in {*refusal.instead, *refusal.changes(job)}:
         words = dict(layout_tree(layout))
         others = dict(changes)
         for word in instead.split(","):
@@ -74,6 +81,27 @@ def test_each_change_that_is_offered_would_do(name):
                 words |= layout_tree(word)
         text = ",".join(f"{key}={value}" for key, value in words.items())
         refuse(asked(text, others))
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ("dp=4,ep=4,hsdp=2,zero=3", "layout.hsdp = 2 with experts that reach over several replicas: "),
+        ("dp=4,ep=4,hsdp=2,zero=3", "; hsdp=1 or ep=2 would do"),
+        ("dp=4,tp=2,ep=4,hsdp=4,zero=1", "; hsdp=2 or ep=2 would do"),
+        ("dp=4,tp=2,etp=2,ep=4,hsdp=2,zero=1", "; hsdp=1 or ep=2 would do"),
+        ("dp=2,ep=2,hsdp=2,zero=3,order=tp-dp-ep", "layout.hsdp = 2 with experts that reach over several replicas: "),
+        (
+            "dp=4,cp=2,ep=2,hsdp=2,zero=2,order=tp-ep-dp-cp",
+            "layout.order = tp-ep-dp-cp with hsdp and ep above 1, and axes",
+        ),
+        ("dp=4,tp=2,ep=2,hsdp=2,zero=2,order=ep-dp-tp", "order=tp-cp-ep-dp-pp or hsdp=1 or ep=1 would do"),
+    ],
+)
+def test_experts_and_replicas_that_do_not_fit_are_refused_with_what_would(layout, line):
+    with pytest.raises(RequestError) as refused:
+        refuse(asked(layout, {"model.preset": "moe-tiny"}))
+    assert line in str(refused.value)
 
 
 def test_the_examples_are_the_whole_table():

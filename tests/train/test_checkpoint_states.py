@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import continued, run, small, whole
+from checkpoints import continued, error, run, small, whole
 from shoal.spec.layout import Layout
 from shoal.train.checkpoint.folder import CHECKPOINTS, path_of
 from shoal.train.checkpoint.index import read_index
@@ -28,6 +28,7 @@ LAYOUTS = [
     ("dp=2", {"async_save": False}),
     ("pp=2,schedule=pipedream", {"clip": 0, "model": {"tied": False}}),
     ("dp=4,ep=2,zero=3", {"model": MOE}),
+    ("dp=8,ep=2,hsdp=2,zero=3", {"model": MOE}),
     ("pp=2,dp=2,ep=2", {"model": MOE}),
     ("tp=2,ep=2", {"model": MOE, "dtype": "bfloat16"}),
 ]
@@ -76,6 +77,23 @@ def test_bfloat16_goes_on_to_the_bit_and_keeps_its_masters(pool, tmp_path):
         assert same_bits(whole(later), whole(through)) == []
     index = read_index(step_two)
     assert {stored.dtype for stored in index.tensors.values()} == {"float32"}, "masters, and no weights beside them"
+
+
+def test_experts_in_replicas_go_on_without_and_come_back(pool, tmp_path):
+    """The losses and states of one process, whichever of the two had the steps before."""
+    hybrid, plain = "dp=4,ep=2,hsdp=2,zero=3", "dp=2,ep=2"
+    alone = pool.run(run, 1, small("dp=1", tmp_path / "alone", model=MOE), 6)
+    for there, back in ((hybrid, plain), (plain, hybrid)):
+        first = small(there, tmp_path / there / "first", model=MOE, save_every=2)
+        second = continued(first, back, tmp_path / there / "second", save_every=4)
+        third = continued(second, there, tmp_path / there / "third", save_every=0)
+        losses = []
+        for job, stop in ((first, 2), (second, 4), (third, 6)):
+            rans = pool.run(run, job.layout.world, job, stop)
+            assert rans[0].started == stop - 2 and all(ran.losses == rans[0].losses for ran in rans)
+            losses += rans[0].losses
+        np.testing.assert_allclose(losses, alone[0].losses, rtol=1e-12)
+        assert error(whole(rans), whole(alone)) < 1e-10
 
 
 def test_more_steps_follow_the_schedule_of_the_longer_run(pool, tmp_path):

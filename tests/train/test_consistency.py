@@ -128,6 +128,15 @@ CASES = [
         Flip("weight", "blocks.1.mlp.router.weight", (3, 0), 3, (3,), (0, 1, 2)),
         Flip("buffer", "blocks.1.mlp.router.bias", (2,), 2, (2,), (0, 1, 3)),
     ]),
+    ("dp=4,ep=2,zero=1,hsdp=2", MOE, {}, [
+        Flip("weight", "blocks.1.mlp.experts.down", (3, 0, 0), 1, (1, 3)),
+        Flip("moment1", "blocks.0.mlp.experts.gate_up", (0, 0, 0), 2, (0, 2)),
+        Flip("moment2", EMBEDDING, (60, 15), 3, (1, 3)),  # in a shard of its replica's two ranks
+    ]),
+    ("dp=8,ep=2,zero=3,hsdp=2", MOE, {}, [
+        Flip("weight", "blocks.0.mlp.experts.gate_up", (0, 0, 0), 4, (0, 4)),
+        Flip("weight", "blocks.0.mlp.experts.down", (3, 15, 7), 3, (3, 7)),  # the last of the second shard
+    ]),
     ("dp=2,tp=2,ep=2", MOE, {}, [
         Flip("weight", "blocks.1.mlp.experts.gate_up", (0, 0, 0), 2, (0, 2)),
         Flip("buffer", "blocks.1.mlp.router.bias", (0,), 0, (0,), (1, 2, 3)),

@@ -83,6 +83,7 @@ def test_every_kind_of_model(model):
 
 WITH_EXPERTS = [
     "dp=4,ep=4",
+    "dp=2,tp=4,ep=2,zero=3,hsdp=2",
     "dp=2,ep=2,tp=2,etp=2,sp,zero=3,recompute=full",
     "tp=2,cp=2,ep=4,dedup,recompute=selective",
     "dp=4,ep=4,pp=2,schedule=zb-h1,dedup,micro_batches=3",

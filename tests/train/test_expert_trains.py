@@ -99,6 +99,8 @@ CASES = {
         ("k=2", "dp=2,tp=2,ep=4,sp,dedup"),
         ("groups", "pp=2,ep=2,schedule=zb-v,zero=2"),
         ("k=2", "dp=4,ep=2,recompute=full"),
+        ("k=2", "dp=4,ep=2,zero=3,hsdp=2,micro_batches=2"),
+        ("drops", "dp=2,cp=2,ep=2,zero=2,hsdp=2"),
     ],
     8: [
         ("k=2", "dp=8,ep=8"),
@@ -114,6 +116,13 @@ CASES = {
         ("groups", "pp=2,dp=4,ep=4,schedule=interleaved,micro_batches=2,dedup"),
         ("groups", "pp=2,dp=2,tp=2,ep=4,schedule=dualpipe-v,zero=2"),
         ("k=2", "dp=8,ep=2,zero=2"),
+        ("k=2", "dp=8,ep=2,zero=3,hsdp=2,micro_batches=2"),
+        ("k=8", "dp=8,ep=2,zero=1,zero1=ar+ag,hsdp=2"),
+        ("micro-batch", "dp=4,tp=2,ep=2,zero=2,hsdp=2,sp"),
+        ("k=2", "dp=2,tp=4,ep=2,zero=3,hsdp=2"),
+        ("k=2", "dp=4,tp=2,etp=2,ep=2,zero=3,hsdp=2,sp"),
+        ("drops", "dp=4,cp=2,ep=2,zero=3,hsdp=2"),
+        ("groups", "pp=2,dp=4,ep=2,zero=3,hsdp=2,schedule=zb-h1,micro_batches=2"),
     ],
     16: [
         ("k=2", "dp=8,tp=2,etp=2,ep=8"),
@@ -228,7 +237,9 @@ def evaluated(rank, world, job):
     return loss, transfers, sent
 
 
-@pytest.mark.parametrize("text", ["dp=4,ep=2,zero=3,dedup", "dp=2,tp=2,ep=4", "pp=2,ep=2,dp=2"])
+@pytest.mark.parametrize(
+    "text", ["dp=4,ep=2,zero=3,dedup", "dp=2,tp=2,ep=4", "pp=2,ep=2,dp=2", "dp=4,ep=2,zero=3,hsdp=2"]
+)
 def test_an_evaluation_leaves_auxiliary_losses_out_and_moves_what_is_planned(pool, text):
     job = asked("k=2", text)
     answers = pool.run(evaluated, 4, job)
@@ -324,6 +335,30 @@ def experts_summed_over_all(rank, world, job, steps):
         return trial(rank, world, job, steps)
 
 
+def experts_sharded_over_all_copies(rank, world, job, steps):
+    """Experts are sharded over all ranks that hold them, as if there were no replicas, and summed across replicas again."""
+    right = trainer.stores_of
+
+    def wrong(job, rank):
+        shared, own = right(job, rank)
+        return [shared, replace(own, cut=replace(own.cut, axis="edp"))]
+
+    with patch.object(trainer, "stores_of", wrong):
+        return trial(rank, world, job, steps)
+
+
+def replicas_apart(rank, world, job, steps):
+    """Experts' gradients stay in their replica."""
+    right = trainer.stores_of
+
+    def wrong(job, rank):
+        shared, own = right(job, rank)
+        return [shared, replace(own, cut=replace(own.cut, replicas=1))]
+
+    with patch.object(trainer, "stores_of", wrong):
+        return trial(rank, world, job, steps)
+
+
 def router_not_summed(rank, world, job, steps):
     """The known bug: a router's gradients are not summed over tensor ranks that route other tokens."""
     right = trainer.pieces_of
@@ -388,6 +423,10 @@ def bias_by_own_load(rank, world, job, steps):
     [
         ("dp=4,ep=2", experts_summed_over_all, "grad: gradient of blocks.0.mlp.experts"),
         ("dp=4,ep=2", experts_summed_over_all, "over edp: rank 0 planned"),
+        ("dp=4,tp=2,ep=2,zero=2,hsdp=2", experts_sharded_over_all_copies, "grad: gradient of blocks.0.mlp.experts"),
+        ("dp=4,tp=2,ep=2,zero=2,hsdp=2", experts_sharded_over_all_copies, "over eshard: rank 0 planned"),
+        ("dp=4,ep=2,zero=3,hsdp=2", replicas_apart, "grad: gradient of blocks.0.mlp.experts"),
+        ("dp=4,ep=2,zero=3,hsdp=2", replicas_apart, "backward all_reduce over replicate: rank 0 planned"),
         ("tp=2,ep=2", router_not_summed, "grad: gradient of blocks."),
         ("tp=2,ep=2", router_not_summed, "backward all_reduce over tp: rank 0 planned"),
         ("ep=2", losses_left_behind, "grad: gradient of blocks.0.mlp"),
@@ -427,7 +466,14 @@ def put_together(rank, world, job):
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=2,tp=2,ep=4", "dp=2,tp=2,etp=2,ep=2,zero=3", "pp=2,ep=2", "dp=4,ep=2,order=tp-dp-ep"]
+    "text",
+    [
+        "dp=2,tp=2,ep=4",
+        "dp=2,tp=2,etp=2,ep=2,zero=3",
+        "pp=2,ep=2",
+        "dp=4,ep=2,order=tp-dp-ep",
+        "dp=4,ep=2,hsdp=2,zero=3",
+    ],
 )
 def test_a_run_leaves_whole_weights_with_routing_biases(pool, text):
     job = asked("k=2", text)
@@ -480,7 +526,8 @@ def test_the_command_picks_a_model_with_experts_and_writes_their_load(tmp_path, 
         ("dp=1 --model moe-tiny --model.moe.first_dense 2", "model.moe.first_dense = 2 leaves none of the 2 layers experts"),
         ("dp=2,dedup", "layout.dedup = true with ep = 1: there are no expert ranks to send tokens to; ep=2 or"),
         ("tp=2x2 --model moe-tiny", "layout.tp = 2x2 with experts in the model: a grid of tensor ranks cuts no"),
-        ("dp=4,ep=2,zero=3,hsdp=2", "layout.hsdp = 2 with ep above 1: it replicates shards of what every rank has"),
+        ("dp=4,ep=4,zero=3,hsdp=2", "layout.hsdp = 2 with experts that reach over several replicas: each replica shards the"),
+        ("dp=4,ep=2,zero=3,hsdp=2,order=dp-ep", "layout.order = dp-ep with hsdp and ep above 1, and axes of tokens or"),
         ("cp=2,ep=2 --data.pad --data.sequence 31", "data.pad = true with experts in the model and a sequence that the layout"),
         (
             "tp=2,ep=2 --model.moe.capacity 1 --data.sequence 31",

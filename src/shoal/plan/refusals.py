@@ -1,20 +1,22 @@
 """What does not go together, as one table: it refuses jobs, and the list in the README is printed from it. No torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
+from shoal.mesh import Mesh
 from shoal.plan.stages import check_pipeline, scheduled
-from shoal.spec.errors import RequestError
+from shoal.spec.errors import RequestError, divisors
 from shoal.spec.job import Job
-from shoal.spec.layout import Layout
+from shoal.spec.layout import AXES, Layout
 
 
 @dataclass(frozen=True)
 class Refusal:
     """One combination that is refused: `field`, `met` with something, `why`, and changes of which each one would do.
 
-    instead: as options are written, "zero=3" for layout.zero, "model.tied=false" for others.
+    instead: as options are written, "zero=3" for layout.zero, "model.tied=false" for others. nearest: of one job, where
+    values that would do depend on the rest of it.
     """
 
     field: str
@@ -22,15 +24,20 @@ class Refusal:
     why: str
     instead: tuple[str, ...]
     holds: Callable[[Job], bool]
+    nearest: Callable[[Job], tuple[str, ...]] | None = None
 
     def __str__(self) -> str:
         return f"{self.field} {self.met}: {self.why}; {' or '.join(self.instead)} would do"
 
     def line(self, job: Job) -> str:
-        """The same about one job, with the value that it has."""
+        """The same about one job, with the value that it has and changes that would do for it."""
         value = reduce(getattr, self.field.split("."), job)
         shown = str(value).lower() if isinstance(value, bool) else value
-        return f"{self.field} = {shown} {self.met}: {self.why}; {' or '.join(self.instead)} would do"
+        return f"{self.field} = {shown} {self.met}: {self.why}; {' or '.join(self.changes(job))} would do"
+
+    def changes(self, job: Job) -> tuple[str, ...]:
+        """What would do for one job."""
+        return self.nearest(job) if self.nearest else self.instead
 
 
 def refuse(job: Job) -> None:
@@ -56,6 +63,25 @@ def _updates(job: Job) -> bool:
     return updates_between(job.layout)
 
 
+def _apart(layout: Layout) -> bool:
+    """Whether experts lie across replicas of hybrid sharding, so that none can shard its own."""
+    return layout.hsdp > 1 and layout.ep > 1 and not Mesh.of(layout).has("eshard")
+
+
+def _in_order(layout: Layout) -> bool:
+    """Whether experts lie inside replicas once the axes are in the usual order."""
+    return not _apart(replace(layout, order=ORDER))
+
+
+def _within_replicas(job: Job) -> tuple[str, ...]:
+    """The most replicas for as many expert ranks, and the most expert ranks for as many replicas."""
+    layout = job.layout
+    hsdp = [replicas for replicas in divisors(layout.hsdp) if not _apart(replace(layout, hsdp=replicas))]
+    ep = [ranks for ranks in divisors(layout.ep) if not _apart(replace(layout, ep=ranks))]
+    return f"hsdp={hsdp[-1]}", f"ep={ep[-1]}"
+
+
+ORDER = "-".join(AXES)
 _UPDATES = "with a schedule that updates weights between micro-batches"
 
 REFUSALS = (
@@ -154,10 +180,18 @@ REFUSALS = (
     ),
     Refusal(
         "layout.hsdp",
-        "with ep above 1",
-        "it replicates shards of what every rank has, and these ranks have different experts",
+        "with experts that reach over several replicas",
+        "each replica shards the experts that it holds, so it has to hold them all",
         ("hsdp=1", "ep=1"),
-        lambda job: job.layout.hsdp > 1 and job.layout.ep > 1,
+        lambda job: _apart(job.layout) and not _in_order(job.layout),
+        _within_replicas,
+    ),
+    Refusal(
+        "layout.order",
+        "with hsdp and ep above 1, and axes of tokens or experts outside dp",
+        "each replica shards the experts that it holds, so its ranks have to be neighbours",
+        (f"order={ORDER}", "hsdp=1", "ep=1"),
+        lambda job: _apart(job.layout) and _in_order(job.layout),
     ),
     Refusal(
         "data.pad",

@@ -50,9 +50,9 @@ def stores_of(job: Job, rank: int) -> list[Store]:
     stores = [Store(shared, sharding(job), shard_of(job, mesh, rank), layout.data_axes, ("tp",))]
     if layout.ep > 1:
         cut = sharding(job)
-        copies = mesh.size("edp")
-        cut = replace(cut, ranks=copies if cut.stage else 1, axis="edp")
-        shard = mesh.coordinate("edp", rank) if cut.stage else 0
+        own = "eshard" if cut.replicas > 1 else "edp"
+        cut = replace(cut, ranks=mesh.size(own) if cut.stage else 1, axis=own)
+        shard = mesh.coordinate(own, rank) if cut.stage else 0
         axes = ("ep", "tp") if layout.etp > 1 else ("ep",)
         stores.append(Store({name: parts[name] for name in parts if name in apart}, cut, shard, ("edp",), axes))
     return stores

@@ -145,6 +145,7 @@ SETS = {
         _more("dp=2,tp=2,pp=2,cp=2,ep=4,zero=1,sp", DEEPSEEK),
         _more("dp=4,tp=2,pp=2,ep=4,etp=2,zero=2,sp,schedule=zb-h1", EXPERTS),
         _more("dp=2,tp=2,cp=4,ep=8,zero=3,sp,dedup,recompute=full", DROPS),
+        _more("dp=4,tp=2,ep=2,zero=3,hsdp=2,sp,micro_batches=2", DEEPSEEK),
         _more("dp=2,tp=4,pp=2,sp,zero=3,order=tp-pp-dp", TIED),
     ),
 }
