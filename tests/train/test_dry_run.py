@@ -117,13 +117,12 @@ def really_evenly(rank, world, jobs):
 def test_experts_do_in_a_dry_run_what_they_do_in_a_real_one_with_even_routing(pool, kind, world):
     models = {"preset": "moe-tiny", "moe": EXPERTS[kind]}
     jobs = [this for this in (job(layout, models) for layout in WITH_EXPERTS) if this.layout.world == world]
-    answers = pool.run(really_evenly, world, jobs)
-    for rank in (1, world - 2):
-        for this, (transfers, held) in zip(jobs, answers[rank], strict=True):
-            dry = rehearse(this, rank)
-            assert dry.failures == [], f"{this.layout}, rank {rank}"
-            assert Counter(dry.transfers) == Counter(transfers), f"{this.layout}, rank {rank}: place by place"
-            assert {row.category: row.measured for row in dry.memory} == held, f"{this.layout}, rank {rank}"
+    rank = world - 2
+    for this, (transfers, held) in zip(jobs, pool.run(really_evenly, world, jobs)[rank], strict=True):
+        dry = rehearse(this, rank)
+        assert dry.failures == [], this.layout
+        assert Counter(dry.transfers) == Counter(transfers), f"{this.layout}: place by place"
+        assert {row.category: row.measured for row in dry.memory} == held, this.layout
 
 
 @pytest.mark.parametrize("layout", ["tp=3", "tp=3,etp=3", "pp=2,schedule=pipedream"])
