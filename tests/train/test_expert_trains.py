@@ -324,39 +324,30 @@ def test_the_worst_imbalance_completes_and_its_cost_is_in_the_metrics(pool):
 # What must be found out
 
 
-def experts_summed_over_all(rank, world, job, steps):
+def with_stores(change, rank, world, job, steps):
+    """A trial whose states are kept and summed as `change` makes them of the right ones."""
+    right = trainer.stores_of
+    with patch.object(trainer, "stores_of", lambda job, rank: change(*right(job, rank))):
+        return trial(rank, world, job, steps)
+
+
+def with_cut(store, **changes):
+    return replace(store, cut=replace(store.cut, **changes))
+
+
+def experts_summed_over_all(*run):
     """The gradients of experts are summed over the data axes as everything else's, so over ranks with other experts."""
-    right = trainer.stores_of
-
-    def wrong(job, rank):
-        return [replace(store, axes=("dp",), cut=replace(store.cut, axis="dp")) for store in right(job, rank)]
-
-    with patch.object(trainer, "stores_of", wrong):
-        return trial(rank, world, job, steps)
+    return with_stores(lambda *stores: [with_cut(replace(store, axes=("dp",)), axis="dp") for store in stores], *run)
 
 
-def experts_sharded_over_all_copies(rank, world, job, steps):
+def experts_sharded_over_all_copies(*run):
     """Experts are sharded over all ranks that hold them, as if there were no replicas, and summed across replicas again."""
-    right = trainer.stores_of
-
-    def wrong(job, rank):
-        shared, own = right(job, rank)
-        return [shared, replace(own, cut=replace(own.cut, axis="edp"))]
-
-    with patch.object(trainer, "stores_of", wrong):
-        return trial(rank, world, job, steps)
+    return with_stores(lambda shared, own: [shared, with_cut(own, axis="edp")], *run)
 
 
-def replicas_apart(rank, world, job, steps):
+def replicas_apart(*run):
     """Experts' gradients stay in their replica."""
-    right = trainer.stores_of
-
-    def wrong(job, rank):
-        shared, own = right(job, rank)
-        return [shared, replace(own, cut=replace(own.cut, replicas=1))]
-
-    with patch.object(trainer, "stores_of", wrong):
-        return trial(rank, world, job, steps)
+    return with_stores(lambda shared, own: [shared, with_cut(own, replicas=1)], *run)
 
 
 def router_not_summed(rank, world, job, steps):

@@ -93,8 +93,7 @@ def expected_transfers(job: Job, mesh: Mesh, rank: int, layer: int, micro_batch:
     moe, layout = job.model.moe, job.layout
     assert moe is not None
     if layout.ep > 1:
-        b, s = job.micro_batch, job.own_sequence
-        tokens = b * s if layout.etp > 1 else own_tokens(job, mesh, rank)
+        tokens = _entering(job, mesh, rank)
         choices, rows = (
             cost.expected_rows(tokens, moe.top_k, moe.experts, layout.ep, dedup) for dedup in (False, layout.dedup)
         )
@@ -149,10 +148,9 @@ def mixture_bytes(
     moe, layout = job.model.moe, job.layout
     if moe is None or not moe.at(layer):
         return None
-    mesh, tensor = mesh_of(job), layout.tp_size
-    part = job.own_sequence // (tensor if layout.sp else 1)
-    own = own_tokens(job, mesh, rank) // job.micro_batch
-    gathered = tensor if layout.etp > 1 and layout.sp else 1
+    part = job.own_sequence // (layout.tp_size if layout.sp else 1)
+    own = own_tokens(job, mesh_of(job), rank) // job.micro_batch
+    gathered = layout.tp_size if layout.etp > 1 and layout.sp else 1
     around = memory.Around.of(moe, job.micro_batch, part, own, gathered)
     sizes = memory.Sizes(
         job.model.hidden,
@@ -163,24 +161,19 @@ def mixture_bytes(
         layout.dedup,
         WIDTH[job.train.dtype],
     )
-    flow = _flow(job, rank, layer, micro_batch, around.whole, routed)
-    return memory.mixture(moe, sizes, around, flow, selective)
+    return memory.mixture(moe, sizes, around, _flow(job, rank, layer, micro_batch, routed), selective)
 
 
 def expert_rows(job: Job, rank: int, layer: int, micro_batch: int, routed: Mapping[int, Routed] | None) -> float:
     """Rows that the experts of `rank` compute in a layer for a micro-batch; routed: as in `mixture_bytes`."""
-    layout = job.layout
-    tokens = own_tokens(job, mesh_of(job), rank) * (layout.tp_size if layout.etp > 1 and layout.sp else 1)
-    return _flow(job, rank, layer, micro_batch, tokens, routed).came
+    return _flow(job, rank, layer, micro_batch, routed).came
 
 
-def _flow(
-    job: Job, rank: int, layer: int, micro_batch: int, tokens: int, routed: Mapping[int, Routed] | None
-) -> memory.Flow:
-    """tokens: of this rank, whole where tensor ranks gather them."""
+def _flow(job: Job, rank: int, layer: int, micro_batch: int, routed: Mapping[int, Routed] | None) -> memory.Flow:
     moe, layout = job.model.moe, job.layout
     assert moe is not None
     if routed is None or (layout.ep == 1 and not moe.capacity):
+        tokens = _entering(job, mesh_of(job), rank)
         return memory.Flow.mean(tokens, moe.top_k, moe.experts, layout.ep, layout.dedup)
     group = mesh_of(job).group("ep", rank)
     choices, rows = np.stack([routed[member][layer][micro_batch] for member in group], axis=1)
@@ -210,6 +203,13 @@ def _moved(
     yield from cost.row_transfers(choices, rows, job.model.hidden, width, index, weights, calls, layer, micro_batch)
     if job.layout.dedup:
         yield cost.place_transfer(choices, index, calls, layer, micro_batch)
+
+
+def _entering(job: Job, mesh: Mesh, rank: int) -> int:
+    """Tokens of a micro-batch that enter the experts of `rank`, of which it may compute a part; all its tensor ranks' where
+    these cut experts.
+    """
+    return job.micro_batch * job.own_sequence if job.layout.etp > 1 else own_tokens(job, mesh, rank)
 
 
 def own_tokens(job: Job, mesh: Mesh, rank: int) -> int:

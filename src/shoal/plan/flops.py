@@ -34,13 +34,13 @@ def step_flops(job: Job, rank: int, routed: Mapping[int, Routed] | None = None) 
     attention = _pairs(job, mesh, rank)
     chooses = own_tokens(job, mesh, rank)
     of_stage = cache(lambda stage: _products(job, stage, pieces, chooses))
+    of_experts = cache(lambda layer, again, i: _experts(job, rank, layer, again, chooses, i, routed))
     totals = {"products": 0, "attention": 0}
     for micro_batch in range(job.layout.micro_batches):
         for stage in stages_for(job, mesh, rank, micro_batch):
             totals["products"] += of_stage(stage)
             for layer in set(stage.layers) & set(job.model.mixtures):
-                again = layer in stage.full()
-                totals["products"] += _experts(job, rank, layer, micro_batch, again, routed)
+                totals["products"] += of_experts(layer, layer in stage.full(), micro_batch if routed else 0)
             totals["attention"] += attention * (STEP * len(stage.layers) + FORWARD * len(stage.full()))
     return totals
 
@@ -71,7 +71,13 @@ def _use(job: Job, parameter: Parameter, chooses: int) -> float:
 
 
 def _experts(
-    job: Job, rank: int, layer: int, micro_batch: int, again: bool, routed: Mapping[int, Routed] | None
+    job: Job,
+    rank: int,
+    layer: int,
+    again: bool,
+    chooses: int,
+    micro_batch: int,
+    routed: Mapping[int, Routed] | None,
 ) -> int:
     """Of a layer's routed experts for one micro-batch, and of its auxiliary losses, a product over experts for each token."""
     moe = job.model.moe
@@ -79,7 +85,7 @@ def _experts(
     rows = expert_rows(job, rank, layer, micro_batch, routed)
     flops = (STEP + FORWARD * again) * rows * 3 * job.model.hidden * -(-moe.expert_ffn // job.layout.etp)
     if moe.losses:  # loads have no gradient, so backward has one product
-        flops += FORWARD * (2 + again) * own_tokens(job, mesh_of(job), rank) * moe.experts
+        flops += FORWARD * (2 + again) * chooses * moe.experts
     return round(flops)
 
 

@@ -4,7 +4,7 @@ The truth for schedules that no plain training equals (spec PP-7). It knows the 
 nothing of schedules, engines and buffers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,20 +79,27 @@ def delayed(rank: int, world: int, job: Job, steps: int) -> Record:
     return Record(losses, norms, gradients, weights, [], buffers)
 
 
+def adamw(weights: Iterable[Tensor], train: TrainSpec) -> torch.optim.AdamW:
+    """torch's own, which decays matrices alone."""
+    weights = list(weights)
+    return torch.optim.AdamW(
+        [
+            {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": train.weight_decay},
+            {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+        ],
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        foreach=False,
+    )
+
+
 class _Stage:
     """The weights of one stage in every version of a step, and an AdamW of its own."""
 
     def __init__(self, weights: Mapping[str, Tensor], train: TrainSpec):
         self.newest = weights
         self.versions: list[dict[str, Tensor]] = []
-        matrices = [weight for weight in weights.values() if weight.dim() >= 2]
-        others = [weight for weight in weights.values() if weight.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            foreach=False,
-        )
+        self.optimizer = adamw(weights.values(), train)
 
     def begin(self) -> None:
         """A step begins: the pipeline is empty, and the weights as they are are version 0."""

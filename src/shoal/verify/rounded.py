@@ -21,6 +21,7 @@ from shoal.train.schedule import learning_rate
 from shoal.train.trainer import CLIP_EPS, DTYPES, Trainer
 from shoal.verify.choices import beaten, chosen_again, of_all
 from shoal.verify.compare import Error, Record, by_parameter, compare
+from shoal.verify.delayed import adamw
 from shoal.verify.trial import MadeUpBatches, arrays
 
 MARGIN = 4  # how much further from float64 a layout may come out than one process; 2.7 at most was seen, of one bias
@@ -129,15 +130,7 @@ def updates(first: Mapping[str, Tensor], path: Path, train: TrainSpec) -> tuple[
     accurate = torch.promote_types(own, torch.float32)
     summed = torch.float32 if train.reduce_dtype == "float32" else own
     copies = {name: weight.detach().to(DTYPES[path.dtype]).to(accurate) for name, weight in first.items()}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [x for x in copies.values() if x.dim() >= 2], "weight_decay": train.weight_decay},
-            {"params": [x for x in copies.values() if x.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        foreach=False,
-    )
+    optimizer = adamw(copies.values(), train)
     norms = []
     for step, gradients in enumerate(path.gradients):
         norm = float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients.values())))

@@ -96,10 +96,8 @@ def small_job(job: Job, dtype: Dtype = "float64") -> Job:
     dtype: of its weights. Where gradients cannot be clipped, they are not.
     """
     layout = job.layout
-    if job.model.moe:
-        job.model.moe.check_ranks(
-            layout.ep, layout.token_ranks
-        )  # of the model that was asked for; what is made here always fits
+    if job.model.moe:  # of the model that was asked for; what is made here always fits
+        job.model.moe.check_ranks(layout.ep, layout.token_ranks)
     rows = layout.tp_grid[0] if layout.tp_grid else 1
     sequence = min(job.data.sequence, 16)
     if not job.data.pad:
